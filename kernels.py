@@ -158,7 +158,7 @@ def _slots(block_tables, positions, block_size):
 # -- 5. Which implementation runs -------------------------------------------------------------------------------------
 
 TORCH = SimpleNamespace(rms_norm=rms_norm, rope_and_write_kv=rope_and_write_kv, silu_and_mul=silu_and_mul,
-                        paged_attention=paged_attention, name="torch")
+                        paged_attention=paged_attention, plan=gather_plan, name="torch")
 
 
 def select_backend(name, device):

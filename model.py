@@ -1,0 +1,526 @@
+"""What is computed (chapters 3 and 7): Llama-3 with grouped-query attention, from a checkpoint folder to a sampled token.
+
+Mirrors   vLLM: model_executor/models/llama.py:446 LlamaForCausalLM, model_executor/layers/linear.py:419 ColumnParallelLinear,
+          vLLM: v1/sample/sampler.py:22 Sampler
+Promises  the same logits as transformers' LlamaForCausalLM (fp32: to rounding), for every dense checkpoint of the family:
+          Llama-3/3.1/3.2, TinyLlama, SmolLM2, Mistral without a sliding window. What it can't compute it refuses, by name.
+Leaves out quantised weights, LoRA, pipeline parallelism, other architectures.
+Order     1 LlamaConfig: what the checkpoint says it is.  2 weight_plan: which piece of which tensor goes where, on which
+          rank; the loader, the checks and the shard report all follow that one list.  3 Llama: the forward pass.
+          4 load_model.  5 sample: from logits to tokens.
+
+Tensor parallel (TP, 张量并行): rank r of `size` holds a slice of every matrix. QKV and gate+up are cut by output (column
+parallel), O and down by input (row parallel), so a layer needs just two all-reduces: after O and after down.
+"""
+import hashlib
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import nn
+
+import kernels
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+# -- 1. The configuration ---------------------------------------------------------------------------------------------
+
+class CheckpointError(ValueError):
+    """The folder can't be served; the message names the file, the tensor or the field, and what would be right."""
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The fields of config.json that change what is computed, under Hugging Face's names.
+
+    Two spellings exist: the old one (`rope_theta` beside `rope_scaling`, `torch_dtype`) and that of transformers 5 (all
+    of RoPE in `rope_parameters`, `dtype`). Either is read; where a file has both, they must agree.
+    """
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict | None           # None, or the `llama3` block
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    dtype: str
+    eos_token_ids: frozenset = frozenset()
+
+    @classmethod
+    def from_folder(cls, folder):
+        """Read config.json, and generation_config.json's EOS ids where there are any: the instruct models of Llama-3 name
+        <|eot_id|> only there, and run on past it if that file is not read. Raises CheckpointError."""
+        folder = Path(folder)
+        if not (folder / "config.json").is_file():
+            hint = " (a Meta-format checkpoint: use the Hugging Face one)" if (folder / "params.json").exists() else ""
+            raise CheckpointError(f"{folder} holds no config.json, so it is no checkpoint folder{hint}")
+        more_eos = frozenset()
+        if (folder / "generation_config.json").is_file():
+            more_eos = _id_set(_read_json(folder / "generation_config.json").get("eos_token_id"))
+        return cls.from_dict(_read_json(folder / "config.json"), more_eos)
+
+    @classmethod
+    def from_dict(cls, raw, more_eos=frozenset()):
+        """raw: the content of a config.json; more_eos: ids that end a sequence besides the config's own."""
+        for name in raw.get("architectures") or ["LlamaForCausalLM"]:
+            if name not in ARCHITECTURES:
+                raise CheckpointError(f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        for key, plain in (("quantization_config", None), ("sliding_window", None), ("hidden_act", "silu")):
+            if raw.get(key, plain) != plain:
+                raise CheckpointError(f"config.json: {key} = {raw[key]!r} is not supported (only {plain})")
+        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        theta = _agree("rope_theta", raw.get("rope_theta"), rope.pop("rope_theta", None), 10000.0)
+        rope_type = _agree("rope_type", rope.pop("rope_type", None), rope.pop("type", None), "default")
+        if rope_type not in ("default", "llama3"):
+            raise CheckpointError(f"rope type {rope_type!r} is not supported; supported: default, llama3")
+        if rope_type == "llama3":
+            for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+                if not isinstance(rope.get(key), (int, float)):
+                    raise CheckpointError(f"config.json: rope type llama3 needs the number {key}, found {rope.get(key)!r}")
+        if raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise CheckpointError("config.json: partial_rotary_factor is not supported (only 1.0)")
+        size = {key: raw.get(key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                                              "num_attention_heads", "max_position_embeddings")}
+        size["max_position_embeddings"] = size["max_position_embeddings"] or 2048
+        size["num_key_value_heads"] = raw.get("num_key_value_heads") or size["num_attention_heads"]
+        for key, value in size.items():
+            if not isinstance(value, int) or value < 1:
+                raise CheckpointError(f"config.json: {key} = {value!r}; a positive integer is needed")
+        size["head_dim"] = raw.get("head_dim") or size["hidden_size"] // size["num_attention_heads"]
+        if size["num_attention_heads"] % size["num_key_value_heads"] or size["head_dim"] % 2:
+            raise CheckpointError(f"config.json: {size['num_attention_heads']} query heads over {size['num_key_value_heads']} "
+                                  f"KV heads of size {size['head_dim']}: heads must divide, the size must be even")
+        return cls(**size, rms_norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=float(theta),
+                   rope_scaling=rope if rope_type == "llama3" else None,
+                   tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+                   attention_bias=bool(raw.get("attention_bias", False)), mlp_bias=bool(raw.get("mlp_bias", False)),
+                   dtype=_agree("dtype", raw.get("dtype"), raw.get("torch_dtype"), "float32"),
+                   eos_token_ids=_id_set(raw.get("eos_token_id")) | more_eos)
+
+    def check_tensor_parallel(self, size):
+        """Raise ValueError unless the model can be cut into `size` ranks, naming the sizes that would work."""
+        def fits(n):
+            Hkv = self.num_key_value_heads
+            return (self.num_attention_heads % n == 0 and self.intermediate_size % n == 0
+                    and (Hkv % n == 0 or n % Hkv == 0))     # more ranks than KV heads: each is held by n / Hkv ranks
+        if size < 1 or not fits(size):
+            raise ValueError(f"--tensor-parallel-size {size} doesn't divide this model's {self.num_attention_heads} query heads, "
+                             f"{self.num_key_value_heads} KV heads and intermediate size {self.intermediate_size}; possible: "
+                             + ", ".join(str(n) for n in range(1, self.num_attention_heads + 1) if fits(n)))
+
+
+def _agree(key, a, b, default):
+    """The value of a field that a config may spell in two places."""
+    if a is not None and b is not None and a != b:
+        raise CheckpointError(f"config.json gives {key} twice, as {a!r} and as {b!r}")
+    return a if a is not None else b if b is not None else default
+
+
+def _id_set(value):
+    return frozenset() if value is None else frozenset([value] if isinstance(value, int) else value)
+
+
+def _read_json(path):
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read as JSON: {error}") from None
+
+
+# -- 2. The weight plan -----------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Piece:
+    """One cut: rows (dim 0) or columns (dim 1) start:stop of the checkpoint's tensor `name`, whose whole shape is
+    `shape`, become the rows or columns from `offset` on of the model's parameter `param`.
+
+    Example (4 query heads, 2 KV heads, head size 16, hidden 64; rank 1 of 2): the rank's QKV matrix [64, 64] is made of
+    q_proj rows 32:64 at offset 0, k_proj rows 16:32 at 32, v_proj rows 16:32 at 48.
+    """
+    param: str
+    name: str
+    shape: tuple
+    dim: int
+    start: int
+    stop: int
+    offset: int
+
+
+def weight_plan(config, rank=0, size=1):
+    """Every piece that rank `rank` of `size` needs, layer by layer.  vLLM: model_executor/layers/linear.py:1022 QKVParallelLinear,
+    which replicates KV heads in the same way; there each layer class has a weight_loader instead of this one list."""
+    c, D, d = config, config.hidden_size, config.head_dim
+    H, Hkv, I = c.num_attention_heads * d, c.num_key_value_heads * d, c.intermediate_size
+    cut = lambda n: (n * rank // size, n * (rank + 1) // size)
+    # More ranks than KV heads: 2 heads over 8 ranks → ranks 0-3 hold head 0, ranks 4-7 head 1. Their query heads are
+    # just those of that KV head, so nothing else changes.
+    kv = cut(Hkv) if size <= c.num_key_value_heads else tuple(d * (c.num_key_value_heads * rank // size + i) for i in (0, 1))
+    rows = padded_vocab(c, size) // size
+    vocab = min(rows * rank, c.vocab_size), min(rows * (rank + 1), c.vocab_size)
+    plan = [Piece("embed_tokens.weight", "model.embed_tokens.weight", (c.vocab_size, D), 0, *vocab, 0)]
+
+    def fused(param, base, parts, n_in, bias):
+        """Output-cut matrices that are one parameter here: `parts` is [(checkpoint name, rows, (start, stop))]."""
+        offset = 0
+        for part, n_out, (start, stop) in parts:
+            plan.append(Piece(param + ".weight", f"{base}.{part}.weight", (n_out, n_in), 0, start, stop, offset))
+            if bias:
+                plan.append(Piece(param + ".bias", f"{base}.{part}.bias", (n_out,), 0, start, stop, offset))
+            offset += stop - start
+
+    def input_cut(param, name, n_in, bias):
+        plan.append(Piece(param + ".weight", name + ".weight", (D, n_in), 1, *cut(n_in), 0))
+        if bias:                                                     # whole on every rank, added by rank 0 alone
+            plan.append(Piece(param + ".bias", name + ".bias", (D,), 0, 0, D, 0))
+
+    for i in range(c.num_hidden_layers):
+        at, hf = f"layers.{i}", f"model.layers.{i}"
+        plan.append(Piece(f"{at}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (D,), 0, 0, D, 0))
+        fused(f"{at}.qkv_proj", f"{hf}.self_attn", [("q_proj", H, cut(H)), ("k_proj", Hkv, kv), ("v_proj", Hkv, kv)], D, c.attention_bias)
+        input_cut(f"{at}.o_proj", f"{hf}.self_attn.o_proj", H, c.attention_bias)
+        plan.append(Piece(f"{at}.post_attention_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (D,), 0, 0, D, 0))
+        fused(f"{at}.gate_up_proj", f"{hf}.mlp", [("gate_proj", I, cut(I)), ("up_proj", I, cut(I))], D, c.mlp_bias)
+        input_cut(f"{at}.down_proj", f"{hf}.mlp.down_proj", I, c.mlp_bias)
+    plan.append(Piece("norm.weight", "model.norm.weight", (D,), 0, 0, D, 0))
+    if not c.tie_word_embeddings:
+        plan.append(Piece("lm_head.weight", "lm_head.weight", (c.vocab_size, D), 0, *vocab, 0))
+    return plan
+
+
+def padded_vocab(config, size):
+    """The vocabulary rounded up to a multiple of `size`; the logits of the padding are cut off before anyone samples."""
+    return -(-config.vocab_size // size) * size
+
+
+def param_shapes(config, rank=0, size=1):
+    """{parameter: its shape on this rank}, read off the plan."""
+    shapes = {}
+    for p in weight_plan(config, rank, size):
+        shape = list(p.shape)
+        shape[p.dim] = p.offset + p.stop - p.start
+        if p.param in ("embed_tokens.weight", "lm_head.weight"):
+            shape[0] = padded_vocab(config, size) // size
+        shapes[p.param] = tuple(shape)
+    return shapes
+
+
+# -- 3. The forward pass ----------------------------------------------------------------------------------------------
+
+@dataclass
+class ForwardBatch:
+    """One ragged batch: all tokens that the scheduler gave to this step, chunks and decodes alike, laid end to end.
+
+    token_ids, positions, slot_mapping [T] int64 · query_start_loc [S+1] int32 · seq_lens [S] int32, this step's tokens
+    counted · block_tables [S, B] int32, rows padded with the null block 0 · logits_indices [S'] int64: the rows that end
+    their sequence's known tokens; only they are turned into logits.
+    Example (block size 4; A decodes its 10th token from blocks 3 5 1, B prefills 3 tokens into block 2):
+        positions 9 | 0 1 2      slot_mapping 5 | 8 9 10      query_start_loc 0 1 4      seq_lens 10 3
+        block_tables 3 5 1 / 2 0 0                            logits_indices 0 3
+    """
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    logits_indices: torch.Tensor
+
+
+class Llama(nn.Module):
+    """Rank `tp_rank` of the model.  vLLM: model_executor/models/llama.py:446 LlamaForCausalLM
+
+    comm: has `all_reduce(x)` (sum over ranks, returns it) and `all_gather(x)` (ranks side by side in the last dimension);
+    None where tp_size is 1. Its parameters are those of `param_shapes`, uninitialised until `load_model` fills them.
+    """
+
+    def __init__(self, config, dtype=torch.float32, device="cpu", tp_rank=0, tp_size=1, comm=None, attention_backend="auto"):
+        super().__init__()
+        config.check_tensor_parallel(tp_size)
+        self.config, self.tp_rank, self.tp_size, self.comm = config, tp_rank, tp_size, comm
+        self.ops = kernels.select_backend(attention_backend, torch.device(device))
+        self.num_heads = config.num_attention_heads // tp_size                       # this rank's
+        self.num_kv_heads = max(config.num_key_value_heads // tp_size, 1)
+        self.layers = nn.ModuleList(nn.Module() for _ in range(config.num_hidden_layers))
+        for path, shape in param_shapes(config, tp_rank, tp_size).items():
+            *owner, leaf = path.split(".")
+            module = self
+            for name in owner:
+                if not hasattr(module, name):
+                    module.add_module(name, nn.Module())
+                module = getattr(module, name)
+            module.register_parameter(leaf, nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False))
+        if config.tie_word_embeddings:
+            self.lm_head = self.embed_tokens
+        self.inv_freq = rope_frequencies(config).to(device)                          # [d/2] fp32
+
+    def forward(self, batch, kv_cache):
+        """batch: a ForwardBatch; kv_cache: `kv_cache.KVCache` of this rank, written in place  →  logits [S', V].
+
+        x is what the next block reads, residual what it adds to: keeping them apart lets each norm do the add.
+        """
+        ops, eps = self.ops, self.config.rms_norm_eps
+        cos, sin = self.rope_cos_sin(batch.positions)                                # [T, d/2] each
+        plan = ops.plan(batch.query_start_loc, batch.seq_lens, batch.block_tables, kv_cache.block_size)
+        x, residual = self.embed(batch.token_ids), None                              # [T, D]
+        for layer, k_cache, v_cache in zip(self.layers, kv_cache.k, kv_cache.v):
+            x, residual = ops.rms_norm(x, layer.input_layernorm.weight, eps, residual)
+            q, k, v = self.qkv(layer, x)                                             # [T, H, d], [T, Hkv, d] twice
+            q = ops.rope_and_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slot_mapping)
+            x = ops.paged_attention(q, k_cache, v_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables,
+                                    self.config.head_dim ** -0.5, plan)              # [T, H, d]
+            x = self.row_parallel(layer.o_proj, x.flatten(1))                        # [T, D]
+            x, residual = ops.rms_norm(x, layer.post_attention_layernorm.weight, eps, residual)
+            x = ops.silu_and_mul(linear(layer.gate_up_proj, x))                      # [T, I]
+            x = self.row_parallel(layer.down_proj, x)                                # [T, D]
+        # A chunk of 2,000 tokens needs one row of logits, its last: the head is the largest matrix of a small model.
+        x, residual = x[batch.logits_indices], residual[batch.logits_indices]        # [S', D]
+        x, _ = ops.rms_norm(x, self.norm.weight, eps, residual)                      # [S', D]
+        return self.logits(x)
+
+    def embed(self, token_ids):
+        """Vocabulary-parallel lookup: a rank knows its own rows, gives zeros for the others', and the sum is the row."""
+        if self.tp_size == 1:
+            return F.embedding(token_ids, self.embed_tokens.weight)                  # [T, D]
+        rows = len(self.embed_tokens.weight)
+        local = token_ids - rows * self.tp_rank                                      # [T]
+        mine = (local >= 0) & (local < rows)                                         # [T]
+        x = F.embedding(local.where(mine, 0), self.embed_tokens.weight) * mine[:, None]   # [T, D]
+        return self.comm.all_reduce(x)
+
+    def qkv(self, layer, x):
+        """x [T, D]  →  q [T, H, d], k and v [T, Hkv, d]: one matrix product, since all three read the same x."""
+        H, Hkv, d = self.num_heads, self.num_kv_heads, self.config.head_dim
+        q, k, v = linear(layer.qkv_proj, x).unflatten(-1, (H + 2 * Hkv, d)).split((H, Hkv, Hkv), dim=1)
+        return q, k, v
+
+    def row_parallel(self, proj, x):
+        """A matrix cut by input: each rank has a share of every output, so the shares are summed (one all-reduce). The bias
+        belongs to the sum: added on every rank, it would count tp_size times."""
+        x = F.linear(x, proj.weight, getattr(proj, "bias", None) if self.tp_rank == 0 else None)     # [T, D]
+        return x if self.tp_size == 1 else self.comm.all_reduce(x)
+
+    def logits(self, x):
+        """x [S', D]  →  [S', V]: each rank has the logits of its own vocabulary rows; side by side they are all."""
+        logits = F.linear(x, self.lm_head.weight)                                    # [S', V/size]
+        return logits if self.tp_size == 1 else self.comm.all_gather(logits)[:, :self.config.vocab_size]
+
+    def rope_cos_sin(self, positions):
+        """positions [T]  →  cos and sin [T, d/2], fp32: in bf16 the angles of positions 1000 and 1001 would be equal."""
+        angles = positions[:, None].float() * self.inv_freq                          # [T, d/2]
+        return angles.cos(), angles.sin()
+
+
+def linear(proj, x):
+    """x [T, in] times a matrix that every rank holds whole or cut by output; its bias is cut with it."""
+    return F.linear(x, proj.weight, getattr(proj, "bias", None))
+
+
+def rope_frequencies(config):
+    """How far a position turns each pair of dimensions, in radians: theta^(-2i/d), i = 0 … d/2-1  →  [d/2] fp32.
+
+    Llama-3.1 stretches the slow ones so that 128k positions fit the angles learned at 8k: wavelengths over
+    original/low_freq_factor turn `factor` times slower, those under original/high_freq_factor stay, a ramp in between.
+    vLLM: model_executor/layers/rotary_embedding/llama3_rope.py:11 Llama3RotaryEmbedding
+    """
+    freq = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)    # [d/2]
+    if (s := config.rope_scaling) is None:
+        return freq
+    turns = s["original_max_position_embeddings"] * freq / (2 * math.pi)      # full turns within the original context
+    low, high = s["low_freq_factor"], s["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)                         # 0: slow down by factor … 1: leave as it is
+    return (1 - keep) * freq / s["factor"] + keep * freq                      # [d/2]
+
+
+# -- 4. Loading -------------------------------------------------------------------------------------------------------
+
+def find_checkpoint(model):
+    """A folder's path, or a hub id like "meta-llama/Llama-3.2-1B-Instruct", looked up in (or fetched into) the hub's cache."""
+    if Path(model).is_dir():
+        return Path(model)
+    if Path(model).exists() or str(model).count("/") != 1 or str(model)[0] in "./~":
+        raise CheckpointError(f"{model} is no folder with a checkpoint, and no hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.jinja"], ignore_patterns=["original/*"]))
+    except Exception as error:           # offline, gated, misspelt: the hub has a class for each, the remedy is the same
+        raise CheckpointError(f"{model} is neither a folder here nor could it be had from the hub ({type(error).__name__}). "
+                              f"With a connection: `hf download {model}`, then name it again") from error
+
+
+def checkpoint_tensors(folder):
+    """{tensor name: (file, shape)} of a checkpoint, from the index where there is one and the files' headers.
+
+    The index decides: a file it doesn't name is ignored. A safetensors file opens with 8 bytes (the header's length), then
+    JSON with each tensor's place; one that ends before its last tensor does was cut off in a download.
+    """
+    folder = Path(folder)
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        wanted = _read_json(index).get("weight_map", {})
+    elif single.is_file():
+        wanted = None
+    else:
+        found = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pth", ".safetensors", ".gguf"))) or "none"
+        raise CheckpointError(f"{folder} holds neither model.safetensors nor its index (weight files found: {found})")
+    tensors = {}
+    for file in sorted(set(wanted.values())) if wanted else [single.name]:
+        path = folder / file
+        if not path.is_file():
+            raise CheckpointError(f"{index} names {file}, which is missing")
+        with open(path, "rb") as f:
+            try:
+                (length,) = struct.unpack("<Q", f.read(8))
+                header = json.loads(f.read(length)) if length < path.stat().st_size else None
+                header.pop("__metadata__", None)
+            except (struct.error, ValueError, AttributeError):
+                raise CheckpointError(f"{path} is not a safetensors file, or is truncated within its header") from None
+        for name, info in header.items():
+            if wanted is not None and wanted.get(name) != file:
+                continue
+            if 8 + length + info["data_offsets"][1] > path.stat().st_size:
+                raise CheckpointError(f"{path} is truncated: tensor {name} ends beyond the end of the file")
+            if info["dtype"] not in ("F32", "F16", "BF16", "F64"):
+                raise CheckpointError(f"{path}: tensor {name} has dtype {info['dtype']}; only float weights are supported")
+            tensors[name] = path, tuple(info["shape"])
+    for name in wanted or ():
+        if name not in tensors:
+            raise CheckpointError(f"tensor {name} is missing from {wanted[name]}, where the index says it is")
+    return tensors
+
+
+def load_model(folder, dtype, device="cpu", tp_rank=0, tp_size=1, comm=None, attention_backend="auto"):
+    """A Llama with its weights: each piece goes from the mapped file straight to its place, converted on the way, so that at
+    most one tensor exists twice. All names and shapes are checked first. Raises CheckpointError naming the tensor.
+    vLLM: model_executor/models/llama.py:441 LlamaModel.load_weights"""
+    config, tensors = LlamaConfig.from_folder(folder), checkpoint_tensors(folder)
+    plan = weight_plan(config, tp_rank, tp_size)
+    for piece in plan:
+        if piece.name not in tensors:
+            raise CheckpointError(f"tensor {piece.name} {list(piece.shape)} is missing from {folder}")
+        if tensors[piece.name][1] != piece.shape:
+            raise CheckpointError(f"tensor {piece.name} is {list(tensors[piece.name][1])}; the config asks for {list(piece.shape)}")
+    unused = set(tensors) - {p.name for p in plan}
+    unused -= {name for name in unused if name.endswith("rotary_emb.inv_freq")}      # old files store what is computed here
+    if config.tie_word_embeddings:
+        unused.discard("lm_head.weight")                                             # some tools save the tied head as well
+    if unused:
+        raise CheckpointError(f"{len(unused)} tensors of {folder} have no place in this model, the first: {min(unused)}")
+    model = Llama(config, dtype, device, tp_rank, tp_size, comm, attention_backend)
+    params = dict(model.named_parameters())
+    for file in sorted({path for path, _ in tensors.values()}):
+        with safe_open(file, framework="pt") as f:
+            for p in plan:
+                if tensors[p.name][0] == file:
+                    rows = f.get_slice(p.name)
+                    rows = rows[p.start:p.stop] if p.dim == 0 else rows[:, p.start:p.stop]
+                    params[p.param].narrow(p.dim, p.offset, p.stop - p.start).copy_(rows)
+    return model
+
+
+def auto_dtype(config, device):
+    """`--dtype auto`: the file's own on a GPU. On a CPU fp32 up to 2 billion parameters: it is the faster one there, since few
+    CPUs multiply bf16 natively, and it is exact; larger models keep the file's dtype, for they would not fit."""
+    n = sum(math.prod(shape) for shape in param_shapes(config).values())
+    return torch.float32 if device == "cpu" and n <= 2e9 else DTYPES[config.dtype]
+
+
+# -- 5. Sampling ------------------------------------------------------------------------------------------------------
+
+def sample(logits, requests):
+    """One token for each row.  logits [S', V]; requests: the row's Request  →  list of ids, None where logits aren't finite.
+
+    temperature 0 is argmax, in any mixture with sampled rows. A draw is one uniform number that depends on the
+    request's seed and the index of the output token, nothing else: not on the neighbours, the chunks, or a preemption.
+    vLLM: v1/sample/sampler.py:22 Sampler, which draws per-request generators' exponentials instead.
+    """
+    logits = logits.float()                                                          # [S', V]
+    if any(adjusts_logits(r) for r in requests):
+        logits = logits.clone()
+        for row, request in zip(logits, requests):
+            if adjusts_logits(request):
+                adjust_logits(row, request)
+    best, ids = logits.max(dim=-1)                                                   # [S'] each; max lets a NaN through
+    token_ids = [i if ok else None for i, ok in zip(ids.tolist(), best.isfinite().tolist())]
+    rows = [i for i, r in enumerate(requests) if r.sampling_params.temperature >= GREEDY_BELOW and token_ids[i] is not None]
+    if rows:
+        for i, token_id in zip(rows, draw(logits[rows], [requests[i] for i in rows])):
+            token_ids[i] = token_id
+    return token_ids
+
+
+GREEDY_BELOW = 1e-5      # as in vLLM: a smaller temperature would overflow the division, and its argmax is certain anyway
+
+
+def draw(logits, requests):
+    """Temperature, then min_p, top_k, top_p, then the draw.  logits [n, V] fp32  →  n ids.
+
+    Walk down the sorted probabilities until the uniform number is used up. The sort is stable, so that of equal
+    probabilities the lower id comes first and a cut between them is the same every time.
+    """
+    column = lambda name: torch.tensor([[float(getattr(r.sampling_params, name))] for r in requests], device=logits.device)
+    probs, ids = (logits / column("temperature")).softmax(-1).sort(dim=-1, descending=True, stable=True)   # [n, V] each
+    top_k, top_p, min_p = column("top_k"), column("top_p"), column("min_p")          # [n, 1]
+    rank = torch.arange(probs.shape[1], device=logits.device)                        # [V]
+    probs = probs.where((rank < top_k) | (top_k <= 0), 0.0)                          # top_k 0 and -1: off
+    probs = probs.where(probs >= min_p * probs[:, :1], 0.0)
+    before = probs.cumsum(-1, dtype=torch.float64) - probs                           # [n, V] mass of the likelier ones
+    probs = probs.where(before < top_p * probs.sum(-1, keepdim=True), 0.0)           # of what is left, as vLLM has it
+    cumulative = probs.cumsum(-1, dtype=torch.float64)                               # [n, V]
+    u = torch.tensor([[uniform(r.sampling_params.seed, len(r.output_token_ids))] for r in requests],
+                     dtype=torch.float64, device=logits.device)
+    index = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)       # [n, 1]; u < 1, so never past the end
+    return ids.gather(1, index.clamp_max(probs.shape[1] - 1)).flatten().tolist()
+
+
+def uniform(seed, index):
+    """A number in [0, 1) from (seed, output index): 53 bits of a hash, so that no generator has a state to carry along."""
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2 ** 53
+
+
+def adjusts_logits(request):
+    p = request.sampling_params
+    return (p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+            or len(request.output_token_ids) < p.min_tokens)
+
+
+def adjust_logits(row, request):
+    """What changes even a greedy choice; row [V], in place.  vLLM: v1/sample/ops/penalties.py:13 apply_all_penalties"""
+    p, outputs = request.sampling_params, request.output_token_ids
+    if len(outputs) < p.min_tokens:              # not yet allowed to end: no EOS, no stop token
+        stops = set(p.stop_token_ids or ()) | (set() if p.ignore_eos else request.eos_token_ids)
+        row[sorted(stops)] = -torch.inf
+    if p.repetition_penalty != 1:                # over prompt and output; the sign decides which way is "less likely"
+        seen = torch.tensor(sorted(set(request.all_token_ids)), device=row.device)
+        row[seen] = torch.where(row[seen] > 0, row[seen] / p.repetition_penalty, row[seen] * p.repetition_penalty)
+    if outputs and (p.presence_penalty or p.frequency_penalty):     # over the output alone
+        seen, count = torch.tensor(outputs, device=row.device).unique(return_counts=True)
+        row[seen] -= p.presence_penalty + p.frequency_penalty * count
+
+
+def top_logprobs(logits, token_ids, n):
+    """Log-probabilities of the raw logits (before temperature, penalties and cuts, vLLM's default `raw_logprobs`).
+
+    logits [m, V], token_ids m chosen ids, n how many of the likeliest  →  for each row [(id, logprob, rank)]: the chosen
+    one first, then the n likeliest in order; rank 1 is the likeliest.
+    """
+    logprobs = logits.float().log_softmax(-1)                                        # [m, V]
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])     # [m, 1]
+    ranks = (logprobs > chosen).sum(-1) + 1                                          # [m]
+    values, ids = logprobs.topk(min(n, logprobs.shape[1]), dim=-1)                   # [m, n] each
+    return [[(t, c, r)] + [(i, v, k + 1) for k, (i, v) in enumerate(zip(row_ids, row_values))]
+            for t, c, r, row_ids, row_values in zip(token_ids, chosen.flatten().tolist(), ranks.tolist(), ids.tolist(), values.tolist())]
