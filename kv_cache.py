@@ -1,0 +1,409 @@
+"""Where K and V live (chapter 4, "KV Cache": 分页, 前缀缓存, 淘汰): block bookkeeping first, then the tensors themselves.
+
+vLLM files mirrored: v1/core/kv_cache_utils.py (block, free list, block hash), v1/core/block_pool.py, v1/core/kv_cache_manager.py,
+v1/core/single_type_kv_cache_manager.py (the full-attention case) and v1/worker/gpu_model_runner.py (allocation of the tensors).
+
+KV memory is cut into equal blocks (块) of `block_size` token slots. A sequence owns a list of block ids, its block table (块表), and
+the token at position p lives in block `table[p // block_size]` at offset `p % block_size`. With block size 4 and ten tokens:
+
+    table [1, 2, 3]     block 1: tokens 0-3 (full)   block 2: tokens 4-7 (full)   block 3: tokens 8, 9 + two empty slots
+
+Blocks need not be neighbours, so memory never fragments, and a sequence wastes less than one block. A full block is also named by a
+hash of everything up to its end; a later sequence that starts with the same tokens finds it by that name and shares it: the prefix
+cache (前缀缓存). Only full blocks are shared, and nobody ever writes into a full block again, so sharing needs no copy.
+
+Promises: every operation that vLLM does in O(1) is O(1) here; block ids, free-list order and hits are vLLM's, decision for decision;
+free + used + null = pool, and `KVCacheManager.check_invariants` proves it at any moment.
+Leaves out: several KV groups (sliding window, Mamba, cross attention), LoRA / multimodal / salt keys in the hash, speculative
+lookahead slots, the watermark, KV events, connectors and partial-block hits.
+The bookkeeping is plain Python: it moves numbers, never tensors, so a scheduler can be tested or simulated without torch.
+
+Read in this order: KVCacheBlock and the free list; hash_block_tokens; BlockPool (which block is free, which is cached); KVCacheManager
+(which request holds which block); KVCache (the tensors behind the numbers).
+"""
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import TYPE_CHECKING, Iterable
+
+if TYPE_CHECKING:
+    import torch
+
+    from scheduler import Request
+
+# The parent of a sequence's first block. vLLM draws it at random so that hashes cannot be guessed across users; a fixed value keeps
+# runs repeatable here, and sha256 still makes two different prefixes with one name impossible in practice.
+NONE_HASH = bytes(32)
+
+
+class KVCacheBlock:
+    """One block of KV memory: an id, who uses it, its name if it is full, and its two neighbours while it is free.
+
+    `ref_cnt` counts the block tables that hold it. `block_hash` is its entry in the prefix cache, None while it is not there.
+    The links live inside the block, so that a block can leave the middle of the free list without a search.
+    vLLM: v1/core/kv_cache_utils.py:118 KVCacheBlock
+    """
+
+    __slots__ = ("block_id", "ref_cnt", "block_hash", "prev_free_block", "next_free_block")
+
+    def __init__(self, block_id: int):
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.block_hash: bytes | None = None
+        self.prev_free_block: KVCacheBlock | None = None
+        self.next_free_block: KVCacheBlock | None = None
+
+    def __repr__(self) -> str:
+        return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
+
+
+class FreeKVCacheBlockQueue:
+    """All blocks with ref_cnt 0 in the order in which they will be reused: the free list *is* the LRU (最近最少使用) list.
+
+    A cached block in it still holds valid KV: until it reaches the front it can be hit and taken back out. Being a doubly linked
+    list, it pops the front, adds at either end and unlinks from the middle in O(1) each.
+
+    Example, blocks 1..4:   head ⇄ 1 ⇄ 2 ⇄ 3 ⇄ 4 ⇄ tail
+      popleft() → 1         head ⇄ 2 ⇄ 3 ⇄ 4 ⇄ tail
+      remove(3), a hit      head ⇄ 2 ⇄ 4 ⇄ tail
+      append(1)             head ⇄ 2 ⇄ 4 ⇄ 1 ⇄ tail
+    vLLM: v1/core/kv_cache_utils.py:184 FreeKVCacheBlockQueue
+    """
+
+    def __init__(self, blocks: Iterable[KVCacheBlock]):
+        self.num_free_blocks = 0
+        # Two blocks that are never handed out close the list, so that no operation has to ask whether a neighbour exists.
+        self._head, self._tail = KVCacheBlock(-1), KVCacheBlock(-1)
+        self._head.next_free_block, self._tail.prev_free_block = self._tail, self._head
+        for block in blocks:
+            self.append(block)
+
+    def popleft(self) -> KVCacheBlock:
+        """Take the block that has been free the longest. Raises IndexError when none is left."""
+        if self.num_free_blocks == 0:
+            raise IndexError("no free KV block")
+        block = self._head.next_free_block
+        self.remove(block)
+        return block
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Unlink a block from wherever it stands."""
+        before, after = block.prev_free_block, block.next_free_block
+        before.next_free_block, after.prev_free_block = after, before
+        block.prev_free_block = block.next_free_block = None
+        self.num_free_blocks -= 1
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Put a block at the back: it will be reused last."""
+        self._insert(self._tail.prev_free_block, block)
+
+    def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
+        """Put blocks at the front, in the order given: the first of them will be reused next."""
+        for block in reversed(blocks):
+            self._insert(self._head, block)
+
+    def _insert(self, before: KVCacheBlock, block: KVCacheBlock) -> None:
+        after = before.next_free_block
+        block.prev_free_block, block.next_free_block = before, after
+        before.next_free_block = after.prev_free_block = block
+        self.num_free_blocks += 1
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        """The whole list, front first. O(free blocks): for tests, pictures and the invariant check."""
+        blocks, block = [], self._head.next_free_block
+        while block is not self._tail:
+            blocks.append(block)
+            block = block.next_free_block
+        return blocks
+
+
+def hash_block_tokens(parent_block_hash: bytes, token_ids: list[int]) -> bytes:
+    """The 32-byte name of a full block: its own tokens *and*, through the parent's name, all tokens before it.
+
+    K and V of a token depend on every earlier token and on the position. Equal tokens at another place are therefore another block:
+    with block size 2, [3, 4] after [1, 2] and [3, 4] at the start of a sequence must not be mistaken for each other.
+
+    Example, block size 4, ten tokens t0..t9:  h0 = H(NONE_HASH, t0..t3), h1 = H(h0, t4..t7); t8, t9 fill no block and get no name.
+    vLLM: v1/core/kv_cache_utils.py:596 hash_block_tokens (there also LoRA, multimodal and salt keys)
+    """
+    return hashlib.sha256(parent_block_hash + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()
+
+
+class BlockPool:
+    """Every block of the KV memory: the free ones in order of reuse, and the full ones by name.
+
+    Block 0 is the null block (空块): taken out at the start, never handed out, never cached. Padding points at it, so a padded slot
+    can be written without harm to anybody.
+
+    Example (block size 4, 9 blocks; front of the free list at the left), the life of two sequences:
+      A takes 1 2 3 4, its first three full; B takes 5 6, the first full      free: 7 8
+      A ends: 4 has no name → front; 3 2 1 keep theirs → back, tail first     free: 4 7 8 3 2 1
+      B ends: 6 → front, 5 → back                                             free: 6 4 7 8 3 2 1 5
+      C starts like A and hits 1 2: they leave the list                       free: 6 4 7 8 3 5
+      D takes four: 6 4 7 8. A's block 3 and B's block 5 are still cached     free: 3 5
+    vLLM: v1/core/block_pool.py:143 BlockPool
+    """
+
+    def __init__(self, num_blocks: int, enable_caching: bool = True):
+        if num_blocks < 2:
+            raise ValueError(f"a pool of {num_blocks} blocks has no room: block 0 is the null block, so at least 2 are needed "
+                             "(--num-kv-blocks)")
+        self.num_blocks, self.enable_caching = num_blocks, enable_caching
+        self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
+        self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
+        self.null_block = self.free_block_queue.popleft()
+        # name → the blocks that carry it, oldest first. Two requests that compute the same text side by side fill two blocks with
+        # one name. Neither is thrown away: a running request already points at its own, and block tables only ever grow.
+        self.cached_block_hash_to_block: dict[bytes, dict[int, KVCacheBlock]] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be handed out now, cached ones included."""
+        return self.free_block_queue.num_free_blocks
+
+    def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
+        """The block with this name, the oldest if several carry it, or None. vLLM: v1/core/block_pool.py:198 BlockPool.get_cached_block"""
+        same_name = self.cached_block_hash_to_block.get(block_hash)
+        return next(iter(same_name.values())) if same_name else None
+
+    def cache_full_block(self, block: KVCacheBlock, block_hash: bytes) -> None:
+        """Publish a full block under its name. vLLM: v1/core/block_pool.py:225 BlockPool.cache_full_blocks"""
+        assert block.block_hash is None, f"{block} has a name already"
+        block.block_hash = block_hash
+        self.cached_block_hash_to_block.setdefault(block_hash, {})[block.block_id] = block
+
+    def uncache_block(self, block: KVCacheBlock) -> None:
+        """Take a block's name away: nobody finds it any more. vLLM: v1/core/block_pool.py:679 BlockPool._maybe_evict_cached_block"""
+        if block.block_hash is None:
+            return
+        same_name = self.cached_block_hash_to_block[block.block_hash]
+        del same_name[block.block_id]
+        if not same_name:
+            del self.cached_block_hash_to_block[block.block_hash]
+        block.block_hash = None
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take blocks for new content from the front. This, and not an earlier moment, is eviction (淘汰): the old name goes with it,
+        or a later request would be given another text's KV. vLLM: v1/core/block_pool.py:647 BlockPool.get_new_blocks"""
+        blocks = [self.free_block_queue.popleft() for _ in range(num_blocks)]
+        for block in blocks:
+            self.uncache_block(block)
+            block.ref_cnt = 1
+        return blocks
+
+    def touch(self, block: KVCacheBlock) -> None:
+        """One more table holds this block. Was it free, it leaves the list. vLLM: v1/core/block_pool.py:702 BlockPool.touch"""
+        if block.ref_cnt == 0:
+            self.free_block_queue.remove(block)
+        block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """One table fewer holds each block; those that nobody holds return to the free list. Freeing a free block is an error.
+
+        Without a name a block can never be hit, so nothing is lost by reusing it at once: front. With one it may still be: back.
+        A pool that caches nothing has no reason to choose, and appends all.
+        vLLM: v1/core/block_pool.py:719 BlockPool.free_blocks
+        """
+        without_name = []
+        for block in ordered_blocks:
+            assert block.ref_cnt > 0, f"{block} is freed twice"
+            block.ref_cnt -= 1
+            if block.ref_cnt > 0:
+                continue
+            if self.enable_caching and block.block_hash is None:
+                without_name.append(block)
+            else:
+                self.free_block_queue.append(block)
+        self.free_block_queue.prepend_n(without_name)
+
+
+class KVCacheManager:
+    """Which request holds which blocks: what the scheduler asks before it promises anybody a step.
+
+    `num_blocks` counts the null block. Requests are known by `request_id`; a request without blocks is simply not in the tables.
+
+    Example, block size 4, a prompt of ten tokens in an empty pool, then one output token a step:
+      allocate_slots(request, 10)   table [1, 2, 3], blocks 1 and 2 published; slots 10, 11 of block 3 are still empty
+      allocate_slots(request, 1)    position 10 fits                          table [1, 2, 3]
+      allocate_slots(request, 1)    position 11 fits and fills block 3        table [1, 2, 3], block 3 published
+      allocate_slots(request, 1)    position 12 crosses the boundary          table [1, 2, 3, 4]
+    vLLM: v1/core/kv_cache_manager.py:117 KVCacheManager
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = 16, enable_prefix_caching: bool = True):
+        if block_size < 1:
+            raise ValueError(f"block size {block_size} is below 1 (--block-size)")
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.block_pool = BlockPool(num_blocks, enable_prefix_caching)
+        self.req_to_block_ids: dict[str, list[int]] = {}  # block tables; entry i holds positions i*block_size onwards
+        self.num_cached_blocks: dict[str, int] = {}       # how many blocks from the start of its table have their name
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be handed out now."""
+        return self.block_pool.num_free_blocks
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """The pool without the null block."""
+        return self.block_pool.num_blocks - 1
+
+    @property
+    def usage(self) -> float:
+        """Share of the usable blocks that some request holds, 0.0 to 1.0. vLLM: v1/core/block_pool.py:807 BlockPool.get_usage"""
+        return 1.0 - self.num_free_blocks / self.num_usable_blocks
+
+    def get_block_ids(self, request_id: str) -> list[int]:
+        """The request's block table, empty if it holds none. vLLM: v1/core/kv_cache_manager.py:707 KVCacheManager.get_block_ids"""
+        return list(self.req_to_block_ids.get(request_id, ()))
+
+    def update_block_hashes(self, request: Request) -> None:
+        """Name the blocks that the request's known tokens have filled since the last call. Its names stay with the request, through
+        preemption too, so each token is hashed once in its life. vLLM: v1/request.py:262 Request.update_block_hashes"""
+        if not self.enable_prefix_caching:
+            return
+        hashes, tokens, size = request.block_hashes, request.all_token_ids, self.block_size
+        for end in range((len(hashes) + 1) * size, len(tokens) + 1, size):
+            hashes.append(hash_block_tokens(hashes[-1] if hashes else NONE_HASH, tokens[end - size:end]))
+
+    def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
+        """The longest chain of cached blocks, from the start, that this request may skip computing. Takes nothing yet.
+
+        At least the last known token is always computed anew: its logits are what the request came for, and a cache holds K and V,
+        not logits. Hits come in whole blocks, so a length that is a multiple of block_size gives up its whole last block: 12 tokens
+        at block size 4 hit at most 2 blocks, 13 tokens at most 3.
+        vLLM: v1/core/kv_cache_manager.py:229 KVCacheManager.get_computed_blocks
+        """
+        blocks: list[KVCacheBlock] = []
+        if not self.enable_prefix_caching:
+            return blocks
+        for block_hash in request.block_hashes[:(request.num_tokens - 1) // self.block_size]:
+            block = self.block_pool.get_cached_block(block_hash)
+            if block is None:  # the first miss ends it: later blocks, cached or not, attend to this one
+                break
+            blocks.append(block)
+        return blocks
+
+    def allocate_slots(self, request: Request, num_new_tokens: int, new_computed_blocks: list[KVCacheBlock] | tuple = (),
+                       full_sequence_must_fit: bool = False) -> bool:
+        """Give the request slots for its next `num_new_tokens` tokens, behind the hits if it brings any. False: nothing was taken.
+
+        `full_sequence_must_fit` asks that *all* its known tokens would fit the blocks free now, not only this chunk. It is a check,
+        not a reservation: the blocks of later chunks stay free, so two long prompts may still collide, and one is then preempted.
+        vLLM: v1/core/kv_cache_manager.py:344 KVCacheManager.allocate_slots
+        """
+        request_id, size = request.request_id, self.block_size
+        table = self.req_to_block_ids.get(request_id)
+        num_held = len(table) if table else 0
+        num_computed = request.num_computed_tokens + len(new_computed_blocks) * size
+        num_tokens = num_computed + num_new_tokens
+        if num_tokens > num_held * size:  # most decodes stay within their last block and skip all this
+            num_to_fit = request.num_tokens if full_sequence_must_fit else num_tokens
+            # A hit that lies in the free list costs a free block as much as a new one does; a hit that others hold costs nothing.
+            num_free_hits = sum(block.ref_cnt == 0 for block in new_computed_blocks)
+            num_held += len(new_computed_blocks)
+            if -(-num_to_fit // size) - num_held + num_free_hits > self.num_free_blocks:
+                return False
+            if table is None:
+                table = self.req_to_block_ids[request_id] = []
+                self.num_cached_blocks[request_id] = len(new_computed_blocks)
+            for block in new_computed_blocks:  # before taking new blocks, or those might be the very blocks that were hit
+                self.block_pool.touch(block)
+                table.append(block.block_id)
+            table += [block.block_id for block in self.block_pool.get_new_blocks(-(-num_tokens // size) - num_held)]
+        if self.enable_prefix_caching and num_tokens // size > self.num_cached_blocks[request_id]:
+            self._cache_full_blocks(request, table, num_tokens // size)
+        return True
+
+    def _cache_full_blocks(self, request: Request, table: list[int], num_full: int) -> None:
+        """Publish the blocks that this step will fill, before it has: a request admitted later in the same step may hit them.
+
+        That is safe because a step is one batch and every layer writes the K/V of the whole batch before it attends. What must hold
+        is that a step, once scheduled, is run. The one case where it is not, a request preempted after it was scheduled, is undone
+        in `free`. vLLM: v1/core/single_type_kv_cache_manager.py:427 SingleTypeKVCacheManager.cache_blocks
+        """
+        for i in range(self.num_cached_blocks[request.request_id], num_full):
+            self.block_pool.cache_full_block(self.block_pool.blocks[table[i]], request.block_hashes[i])
+        self.num_cached_blocks[request.request_id] = num_full
+
+    def free(self, request: Request) -> None:
+        """Let go of all blocks of a request that ended or is preempted; without blocks, do nothing.
+
+        In reverse: the tail of a sequence is worth least (a hit needs everything before it), so the tail must be reused first and the
+        head, perhaps a system prompt that everybody shares, last. vLLM: v1/core/kv_cache_manager.py:567 KVCacheManager.free
+        """
+        blocks = [self.block_pool.blocks[i] for i in self.req_to_block_ids.pop(request.request_id, ())]
+        num_cached = self.num_cached_blocks.pop(request.request_id, 0)
+        # Preempted in the step that was to fill them, these blocks were published but will never be written. No one can have hit
+        # them yet, because admission doesn't run in a step that preempts. vLLM leaves their names in place.
+        for block in blocks[request.num_computed_tokens // self.block_size:num_cached]:
+            self.block_pool.uncache_block(block)
+        self.block_pool.free_blocks(reversed(blocks))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all names, for instance after the weights changed. Refused (False) while any request holds a block.
+        vLLM: v1/core/kv_cache_manager.py:627 KVCacheManager.reset_prefix_cache"""
+        if self.num_free_blocks != self.num_usable_blocks:
+            return False
+        for block in self.block_pool.blocks:
+            self.block_pool.uncache_block(block)
+        return True
+
+    def check_invariants(self) -> None:
+        """Prove the accounts, or raise AssertionError saying which is off. O(pool), so for tests and --check-invariants."""
+        pool, tables = self.block_pool, self.req_to_block_ids
+        free = pool.free_block_queue.get_all_free_blocks()
+        free_ids, held = {block.block_id for block in free}, [0] * pool.num_blocks
+        for request_id, table in tables.items():
+            assert len(set(table)) == len(table), f"{request_id} holds a block twice: {table}"
+            for block_id in table:
+                held[block_id] += 1
+        assert len(free) == len(free_ids) == pool.num_free_blocks, "the free list holds a block twice, or miscounts"
+        assert 0 not in free_ids and held[0] == 0 and pool.null_block.block_hash is None, "the null block was handed out"
+        for block in pool.blocks[1:]:
+            assert block.ref_cnt == held[block.block_id], f"{block}: {held[block.block_id]} tables hold it"
+            assert (block.ref_cnt == 0) == (block.block_id in free_ids), f"{block} is neither free nor used, or both"
+            names = pool.cached_block_hash_to_block.get(block.block_hash, {})
+            assert block.block_hash is None or names.get(block.block_id) is block, f"{block} is not found by its name"
+        num_used = sum(1 for count in held if count)
+        assert len(free) + num_used + 1 == pool.num_blocks, f"{len(free)} free + {num_used} used + null ≠ {pool.num_blocks}"
+        num_names = sum(len(names) for names in pool.cached_block_hash_to_block.values())
+        assert num_names == sum(b.block_hash is not None for b in pool.blocks), "the prefix cache names a block twice"
+        assert tables.keys() == self.num_cached_blocks.keys(), "block tables and cached counts know different requests"
+
+
+class KVCache:
+    """The tensors behind the block ids: `k` and `v`, each `[L, num_blocks, block_size, Hkv, d]`; `k[i]` is what layer i reads.
+
+    Slot s = block_id * block_size + offset is row s of `k[i].flatten(0, 1)`. Block size 4, table [7, 2], position 5 → block 2,
+    offset 1 → slot 9. One tensor holds all layers, so that handing a block over is one slice, `k[:, block_id]`.
+    Under tensor parallelism each rank holds its own KV heads of every block; the block ids are the same everywhere.
+    dtype: the model's; device: the model's. Raises whatever torch raises when the memory isn't there.
+    vLLM: v1/worker/gpu_model_runner.py:7312 GPUModelRunner._allocate_kv_cache_tensors (there one tensor a layer, several layouts)
+    """
+
+    def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
+                 dtype: torch.dtype, device: torch.device | str):
+        import torch  # here and not at the top: the bookkeeping above must work without it
+
+        self.num_blocks, self.block_size = num_blocks, block_size
+        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)  # [L, num_blocks, block_size, Hkv, d]
+        self.v = torch.zeros(shape, dtype=dtype, device=device)  # [L, num_blocks, block_size, Hkv, d]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of both tensors, in bytes."""
+        return self.k.nbytes + self.v.nbytes
+
+    def fill_(self, value: float) -> None:
+        """Overwrite every slot. Filled with NaN, a cache shows whether anything reads a slot that nobody wrote."""
+        self.k.fill_(value)
+        self.v.fill_(value)
+
+    @staticmethod
+    def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """K and V of one block over all layers, in bytes. Llama-3-70B in FP16: 2 * 80 * 8 * 128 * 2 B = 320 KiB a token, times 16."""
+        return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
