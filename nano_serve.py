@@ -1,0 +1,641 @@
+"""The engine and its front door (chapters 1 and 2): requests in, steps until they are done, text out.
+
+Mirrors   vLLM: v1/engine/llm_engine.py:48 LLMEngine, v1/engine/core.py:584 EngineCore.step, entrypoints/llm.py:67 LLM
+Promises  every request's text is what it would be alone, whoever shares its steps; a request that can't run is refused alone.
+Leaves out async scheduling, LoRA, multimodal input, speculative decoding; the HTTP server is chapter 10's.
+Order     1 EngineArgs: every option once.  2 What comes back.  3 LLMEngine: the step loop, the heart of this file.
+          4 LLM: the offline API.  5 The command line.  (Text in and out is text.py, the processes that compute are worker.py.)
+
+    from nano_serve import LLM, SamplingParams
+    with LLM("models/tiny-llama3") as llm:
+        print(llm.generate("Once upon a time", SamplingParams(max_tokens=40))[0].outputs[0].text)
+"""
+import argparse
+import contextlib
+import dataclasses
+import json
+import random
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from kv_cache import KVCache, KVCacheManager
+from model import (DTYPES, ForwardBatch, LlamaConfig, auto_dtype, find_checkpoint, sample, top_logprobs)
+from scheduler import Request, RequestRefused, SamplingParams, Scheduler, SchedulerConfig, StepRecord, check_invariants
+from text import Detokenizer, TextCodec
+from worker import WorkerError, format_shard_report, make_executor, shard_report
+
+EMBEDDED_MODEL = str(Path(__file__).resolve().parent / "models" / "tiny-llama3")
+
+
+# -- 1. The options ---------------------------------------------------------------------------------------------------
+
+def option(default, help, **extra):
+    return field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass
+class EngineArgs:
+    """Each option under vLLM's name: a keyword of `LLM`, and `--with-dashes` on the command line.  vLLM: engine/arg_utils.py EngineArgs"""
+    model: str = option(EMBEDDED_MODEL, "checkpoint folder, or a hub id")
+    tensor_parallel_size: int = option(1, "ranks that share the model (TP)", short="-tp")
+    dtype: str = option("auto", "auto, float32, bfloat16 or float16; auto on a CPU is float32 for small models")
+    device: str = option("auto", "auto, cpu or cuda")
+    max_model_len: int | None = option(None, "limit for prompt + output; default: the model's, or what the KV pool holds")
+    max_num_seqs: int | None = option(None, "requests that may run at once; default: 256, or the budget if that is less")
+    max_num_batched_tokens: int = option(2048, "token budget (Token 预算) of a step")
+    block_size: int = option(16, "tokens a KV block")
+    num_kv_blocks: int | None = option(None, "size of the KV pool in blocks, the null block counted")
+    kv_cache_memory: int = option(1 << 30, "bytes of the KV pool of a rank on a CPU, if --num-kv-blocks is not given")
+    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights and KV pool")
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
+    enable_chunked_prefill: bool = option(True, "let a prompt be cut where the budget ends")
+    scheduling_policy: str = option("fcfs", "fcfs or priority")
+    long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in a step (0: no limit)")
+    max_num_waiting: int | None = option(None, "length of the waiting queue, beyond which requests are refused")
+    seed: int = option(0, "where requests without a seed of their own get theirs from")
+    attention_backend: str = option("auto", "auto, torch or triton")
+    enforce_eager: bool = option(False, "no CUDA graphs")
+    check_invariants: bool = option(False, "check the scheduler's and the pool's accounts after every step (slow)")
+
+
+# -- 2. What comes back -----------------------------------------------------------------------------------------------
+
+@dataclass
+class Logprob:
+    logprob: float                 # natural logarithm, of the raw logits
+    rank: int                      # 1: the likeliest
+    decoded_token: str
+
+
+class RequestMetrics:
+    """One request's times, in seconds on the engine's clock; None where the moment hasn't come. Durations as `vllm bench serve` has them.
+    vLLM: v1/metrics/stats.py:218 RequestStateStats"""
+
+    def __init__(self, request):
+        self.arrival_time, self.first_scheduled_time = request.arrival_time, request.first_scheduled_time
+        self.token_times, self.finish_time = request.token_times, request.finish_time
+        self.num_preemptions, self.num_cached_tokens = request.num_preemptions, request.num_cached_tokens
+
+    first_token_time = property(lambda m: m.token_times[0] if m.token_times else None)
+    queue_time = property(lambda m: None if m.first_scheduled_time is None else m.first_scheduled_time - m.arrival_time,
+                          doc="From arrival to the first step that computes some of it.")
+    ttft = property(lambda m: m.token_times[0] - m.arrival_time if m.token_times else None,
+                    doc="Time to first token: arrival to first token, queueing and prefill included.")
+    itls = property(lambda m: [b - a for a, b in zip(m.token_times, m.token_times[1:])],
+                    doc="Inter-token latencies: every gap between one token and the next; n tokens have n - 1.")
+    tpot = property(lambda m: (m.token_times[-1] - m.token_times[0]) / (len(m.token_times) - 1) if len(m.token_times) > 1 else None,
+                    doc="Time per output token: the mean gap after the first token; None for a single token.")
+    e2e = property(lambda m: None if m.finish_time is None else m.finish_time - m.arrival_time, doc="Arrival to last token.")
+
+
+@dataclass
+class CompletionOutput:
+    """One answer. `text` and `token_ids` are all so far, `delta` what this step added to the text; token_ids includes the token that
+    ended it. finish_reason: None while it runs, then stop, length, abort or error. vLLM: vllm/outputs.py:22 CompletionOutput"""
+    index: int
+    text: str
+    token_ids: list[int]
+    delta: str = ""
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def cumulative_logprob(self):
+        return None if self.logprobs is None else sum(lp[t].logprob for t, lp in zip(self.token_ids, self.logprobs))
+
+
+@dataclass
+class RequestOutput:
+    """vLLM: vllm/outputs.py:85 RequestOutput. `error` says why a request was refused or failed (finish_reason "error")."""
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+
+    num_cached_tokens = property(lambda self: self.metrics.num_cached_tokens if self.metrics else 0)
+
+
+# -- 3. The engine ----------------------------------------------------------------------------------------------------
+
+class LLMEngine:
+    """The step loop: schedule, build the batch, run it, sample, hand the tokens back.  vLLM: v1/engine/llm_engine.py:48 LLMEngine
+
+    add_request() queues, each step() moves every scheduled request on and returns what changed, until has_unfinished_requests() is
+    False. `records` keeps a StepRecord a step; clock: a callable giving seconds.
+    """
+
+    def __init__(self, args, clock=time.perf_counter):
+        self.args, self.clock, self.records = args, clock, []
+        folder = find_checkpoint(args.model)
+        self.config, self.codec = LlamaConfig.from_folder(folder), TextCodec(folder)
+        self.config.check_tensor_parallel(args.tensor_parallel_size)
+        if args.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"--dtype {args.dtype!r} is unknown; it is one of auto, {', '.join(DTYPES)}")
+        device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = auto_dtype(self.config, device) if args.dtype == "auto" else DTYPES[args.dtype]
+        self.device, self._seeds = torch.device(device), random.Random(args.seed)
+        # All that can be refused is refused before the weights are read.
+        block_bytes = KVCache.bytes_per_block(self.config.num_hidden_layers, args.block_size, max(
+            self.config.num_key_value_heads // args.tensor_parallel_size, 1), self.config.head_dim, dtype)
+        num_blocks = args.num_kv_blocks or (args.kv_cache_memory // block_bytes if device == "cpu" else None)
+        if num_blocks is not None:
+            self.scheduler = self._make_scheduler(num_blocks)
+        self.executor = make_executor(folder, dtype, device, args.attention_backend, args.tensor_parallel_size)
+        if num_blocks is None:       # on a GPU: what the weights leave of the share that was asked for
+            free, total = torch.cuda.mem_get_info()
+            num_blocks = int(args.gpu_memory_utilization * total - (total - free)) // block_bytes
+            self.scheduler = self._make_scheduler(num_blocks)
+        self.executor.init_kv_cache(num_blocks, args.block_size)
+        self._live = {}              # request id → _LiveRequest
+
+    def _make_scheduler(self, num_blocks):
+        a = self.args
+        manager = KVCacheManager(num_blocks, a.block_size, a.enable_prefix_caching)
+        model_len = self.config.max_position_embeddings
+        if a.max_model_len is not None and a.max_model_len > model_len:
+            raise ValueError(f"--max-model-len {a.max_model_len} is more than the {model_len} positions that the model was made for")
+        return Scheduler(SchedulerConfig(
+            a.max_num_seqs or min(256, a.max_num_batched_tokens), a.max_num_batched_tokens,
+            a.max_model_len or min(model_len, manager.num_usable_blocks * a.block_size), a.enable_chunked_prefill,
+            a.scheduling_policy, a.long_prefill_token_threshold, max_num_waiting=a.max_num_waiting), manager)
+
+    def add_request(self, request_id, prompt, sampling_params=None, arrival_time=None, priority=0):
+        """prompt: a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": […]}; arrival_time in seconds on `clock`.
+        Raises RequestRefused (a ValueError) for this request alone, before anything of it is kept."""
+        params = sampling_params or SamplingParams()
+        text, token_ids = self._tokenize(prompt)
+        self._check_ids("prompt token id", token_ids)
+        self._check_ids("stop_token_ids: id", params.stop_token_ids)
+        if params.n != 1:
+            raise RequestRefused(f"n = {params.n}: the engine runs single requests; LLM.generate makes n of one")
+        if params.logprobs is not None and params.logprobs > self.config.vocab_size:
+            raise RequestRefused(f"logprobs = {params.logprobs} is more than the vocabulary of {self.config.vocab_size}")
+        if params.seed is None:      # fixed here, once: a preempted request must draw the same numbers again
+            params = dataclasses.replace(params, seed=self._seeds.getrandbits(62))
+        request = Request(request_id, token_ids, params, self.clock() if arrival_time is None else arrival_time, priority,
+                          self.config.eos_token_ids)
+        self.scheduler.add_request(request)
+        self._live[request_id] = _LiveRequest(request, text, Detokenizer(self.codec, params), params.logprobs)
+
+    def _tokenize(self, prompt):
+        if isinstance(prompt, dict) and len(prompt.keys() & {"prompt", "prompt_token_ids"}) == 1:
+            (prompt,) = (prompt[k] for k in ("prompt", "prompt_token_ids") if k in prompt)
+        if isinstance(prompt, str):
+            return prompt, self.codec.encode(prompt)
+        if isinstance(prompt, (list, tuple)):
+            return None, list(prompt)
+        raise RequestRefused(f"a prompt is a string, a list of token ids, {{'prompt': …}} or {{'prompt_token_ids': […]}}, not {prompt!r:.80}")
+
+    def _check_ids(self, what, ids):
+        for i in ids:
+            if type(i) is not int or not 0 <= i < self.config.vocab_size:
+                raise RequestRefused(f"{what} {i!r:.40} is not in the vocabulary, 0 to {self.config.vocab_size - 1}")
+
+    def abort_request(self, request_id):
+        """End a request wherever it is; unknown and finished ids are ignored."""
+        self.scheduler.abort_request(request_id)
+        self._live.pop(request_id, None)
+
+    def has_unfinished_requests(self):
+        return self.scheduler.has_unfinished_requests()
+
+    def step(self):
+        """One step for everybody who is scheduled; returns a RequestOutput for each request that got a token or failed."""
+        start = self.clock()
+        output = self.scheduler.schedule()
+        for request in output.scheduled_requests:
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = start
+        # Only a chunk that reaches the end of the known tokens predicts something new; the others' last row is thrown away.
+        ends = [r for r in output.scheduled_requests if r.num_computed_tokens == r.num_tokens]
+        sampled, logprobs, errors = {}, {}, {}
+        if output.scheduled_requests:
+            batch = build_batch(output, self.scheduler.kv_cache_manager, self.device)
+            logits = self.executor.execute(batch)                                    # [S', V]
+            for request, token_id in zip(ends, sample(logits, ends) if ends else ()):
+                if token_id is None:
+                    errors[request.request_id] = "the model's logits are not finite (NaN or inf); try --dtype float32 or bfloat16"
+                    self.scheduler.finish_request(request.request_id, "error")
+                else:
+                    sampled[request.request_id] = token_id
+            logprobs = self._logprobs(logits, ends, sampled)
+        now = self.clock()
+        self.scheduler.update_from_output(output, sampled)
+        results = [self._advance(self._live[r.request_id], sampled.get(r.request_id), logprobs, errors, now) for r in ends]
+        finished = [r.request_id for r in results if r.finished]
+        self.records.append(self.scheduler.make_record(len(self.records), output, sampled, start, self.clock() - start, finished))
+        if self.args.check_invariants:
+            check_invariants(self.scheduler)
+        return results
+
+    def _advance(self, live, token_id, logprobs, errors, now):
+        """Give one request its token: the text, the stop strings, the result. The token is in request.output_token_ids already."""
+        request, detokenizer = live.request, live.detokenizer
+        shown = detokenizer.shown
+        if token_id is not None:
+            request.token_times.append(now)
+            by_token = request.finish_reason == "stop"           # ended by EOS or a stop id: that token has no text
+            stop = detokenizer.append(token_id, request.finish_reason is not None, show_token=not by_token)
+            if stop is not None:                                 # on the last allowed token, too: then "stop", not "length"
+                self.scheduler.finish_request(request.request_id, "stop", stop)
+                request.finish_reason, request.stop_reason = "stop", stop
+            if live.logprobs is not None:
+                live.logprobs.append({i: Logprob(v, rank, self.codec.decode([i], False)) for i, v, rank in logprobs[request.request_id]})
+        if request.finish_reason is not None:
+            request.finish_time = now
+            del self._live[request.request_id]
+        text = detokenizer.text[:detokenizer.shown]
+        return RequestOutput(request.request_id, live.prompt, request.prompt_token_ids, [CompletionOutput(
+            0, text, list(request.output_token_ids), text[shown:], live.logprobs, request.finish_reason, request.stop_reason)],
+            request.finish_reason is not None, RequestMetrics(request), errors.get(request.request_id))
+
+    def _logprobs(self, logits, ends, sampled):
+        """{request id: [(token id, logprob, rank)]} for those who asked; the others cost nothing."""
+        rows = [i for i, r in enumerate(ends) if r.sampling_params.logprobs is not None and r.request_id in sampled]
+        if not rows:
+            return {}
+        ids = [ends[i].request_id for i in rows]
+        wanted = [ends[i].sampling_params.logprobs for i in rows]
+        tops = top_logprobs(logits[rows], [sampled[i] for i in ids], max(wanted))
+        return {i: top[:n + 1] for i, n, top in zip(ids, wanted, tops)}
+
+    def close(self):
+        self.executor.close()
+
+
+@dataclass
+class _LiveRequest:
+    """What the front end keeps of a request beside the scheduler's part."""
+    request: Request
+    prompt: str | None
+    detokenizer: Detokenizer
+    logprobs: int | list | None
+
+    def __post_init__(self):
+        self.logprobs = None if self.logprobs is None else []
+
+
+def build_batch(output, kv_cache_manager, device):
+    """A SchedulerOutput as tensors; see ForwardBatch for a worked example.  vLLM: v1/worker/gpu_model_runner.py:1960 GPUModelRunner._prepare_inputs"""
+    token_ids, positions, lens, seq_lens, tables, logits_indices = [], [], [], [], [], []
+    for request in output.scheduled_requests:
+        n = output.num_scheduled_tokens[request.request_id]
+        end = request.num_computed_tokens            # the scheduler has counted this step's tokens already
+        token_ids += request.all_token_ids[end - n:end]
+        positions += range(end - n, end)
+        lens.append(n)
+        seq_lens.append(end)
+        tables.append(kv_cache_manager.get_block_ids(request.request_id))
+        if end == request.num_tokens:
+            logits_indices.append(len(token_ids) - 1)
+    width = max(map(len, tables))
+    tables = torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32)          # [S, B]
+    lens, positions = torch.tensor(lens), torch.tensor(positions)                                   # [S], [T]
+    rows = torch.arange(len(lens)).repeat_interleave(lens)                                          # [T]  whose token it is
+    block_size = kv_cache_manager.block_size
+    slots = tables[rows, positions // block_size].long() * block_size + positions % block_size      # [T]
+    query_start_loc = torch.zeros(len(lens) + 1, dtype=torch.int32)                                 # [S+1]
+    torch.cumsum(lens, 0, out=query_start_loc[1:])
+    batch = (torch.tensor(token_ids), positions, slots, query_start_loc, torch.tensor(seq_lens, dtype=torch.int32), tables,
+             torch.tensor(logits_indices, dtype=torch.int64))
+    return ForwardBatch(*(t.to(device, non_blocking=True) for t in batch))
+
+
+# -- 4. The offline API -----------------------------------------------------------------------------------------------
+
+class LLM:
+    """vLLM's offline class: `LLM(model, tensor_parallel_size=…, …any EngineArgs field).generate(prompts, sampling_params)`.
+
+    Also a context manager; close() ends the worker processes. A prompt that is refused costs only itself: its RequestOutput comes back
+    with finish_reason "error" and says why in `.error`, with a warning. vLLM: entrypoints/llm.py:67 LLM (where generate raises)
+    """
+
+    def __init__(self, model=EMBEDDED_MODEL, **options):
+        self.engine = LLMEngine(EngineArgs(model, **options))
+        self._next_id = 0
+
+    def generate(self, prompts, sampling_params=None, use_tqdm=False):
+        """prompts: one or a list, each a string, token ids, or a dict as for LLMEngine.add_request; sampling_params: one SamplingParams
+        for all, or a list of as many. use_tqdm: a progress line on stderr. Returns a list of RequestOutput in the order of the prompts;
+        with n > 1, `outputs` holds n answers."""
+        if not isinstance(prompts, list) or (prompts and type(prompts[0]) is int):
+            prompts = [prompts]
+        final = [[] for _ in prompts]
+        with _progress(len(prompts), use_tqdm) as advance:
+            for index, output in self.stream(prompts, sampling_params):
+                if output.finished:
+                    final[index].append(output)
+                    advance()
+        for outputs in final:        # n answers to one prompt become one result
+            outputs.sort(key=lambda o: o.outputs[0].index)
+            outputs[0].outputs = [o.outputs[0] for o in outputs]
+        return [outputs[0] for outputs in final]
+
+    def stream(self, prompts, sampling_params=None):
+        """The same work as it happens: yields (index of the prompt, RequestOutput) whenever a request got a token, ended or was refused.
+        `outputs[0].delta` is the new text. Leaving the loop early aborts what is unfinished."""
+        params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
+        engine, ours = self.engine, {}                              # request id → (index, which of n)
+        todo = [(i, j, p if p.n == 1 else dataclasses.replace(p, n=1, seed=None if p.seed is None else p.seed + j))
+                for i, p in enumerate(p or SamplingParams() for p in params) for j in range(p.n)][::-1]
+        limit = engine.scheduler.config.max_num_waiting
+        try:
+            while todo or ours:
+                # A server refuses what its queue can't take; a caller with a list in hand simply hands it over as there is room.
+                while todo and (limit is None or len(engine.scheduler.waiting) < limit):
+                    index, j, p = todo.pop()
+                    request_id, self._next_id = str(self._next_id), self._next_id + 1
+                    try:
+                        engine.add_request(request_id, prompts[index], p)
+                        ours[request_id] = index, j
+                    except RequestRefused as refusal:
+                        yield index, _refused(request_id, j, prompts[index], str(refusal))
+                for output in engine.step():
+                    if output.request_id in ours:                   # not one that someone else gave to the same engine
+                        index, output.outputs[0].index = ours[output.request_id]
+                        if output.finished:
+                            del ours[output.request_id]
+                        yield index, output
+        finally:
+            for request_id in ours:
+                engine.abort_request(request_id)
+
+    def chat(self, messages, sampling_params=None, use_tqdm=False):
+        """messages: a conversation [{"role": …, "content": …}, …] or a list of conversations; answers as generate() gives them."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        return self.generate([self.chat_prompt(m) for m in conversations], sampling_params, use_tqdm)
+
+    def chat_prompt(self, messages):
+        """A conversation as a prompt. The template writes BOS and all other special tokens itself, so none is added."""
+        codec = self.engine.codec
+        return {"prompt_token_ids": codec.encode(codec.apply_chat_template(messages), add_special_tokens=False)}
+
+    def shard_report(self):
+        """What each rank holds, by kind of weight; see worker.shard_report."""
+        return shard_report(self.engine.config, self.engine.args.tensor_parallel_size)
+
+    def close(self):
+        self.engine.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+
+def _refused(request_id, j, prompt, message):
+    warnings.warn(f"request {request_id} refused: {message}", stacklevel=3)
+    text = prompt if isinstance(prompt, str) else None
+    return RequestOutput(request_id, text, [], [CompletionOutput(j, "", [], finish_reason="error")], True, None, message)
+
+
+@contextlib.contextmanager
+def _progress(total, wanted):
+    """A line on stderr that counts finished requests, if it is wanted and somebody is looking."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("requests", total=total)
+        yield lambda: bar.advance(task)
+
+
+# -- 5. The command line ----------------------------------------------------------------------------------------------
+
+QUESTIONS = ("What is a KV cache?", "Tell me a story about a fox named Ruby.", "How does continuous batching work?",
+             "What is TTFT?", "Tell me a story about a little dragon and a key.")
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(prog="nano_serve.py", description="Llama-3 serving in a handful of files. Without arguments: a "
+                                     "few questions to the embedded model, all at once.", formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument_group("what to answer").add_argument
+    add("--prompt", action="append", help="a prompt (repeatable)")
+    add("--prompts", metavar="FILE", help='prompts, one a line; in a .jsonl file {"prompt": …} or {"messages": […]} with sampling fields')
+    add("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    add("--chat", action="store_true", help="talk with the model")
+    add("--shards", action="store_true", help="print what each rank of --tensor-parallel-size holds, and stop")
+    add = parser.add_argument_group("how to answer (vLLM's SamplingParams)").add_argument
+    add("--max-tokens", type=int, default=300)
+    add("--temperature", type=float, default=0.0)
+    add("--top-p", type=float, default=1.0)
+    add("--top-k", type=int, default=0)
+    add("--min-p", type=float, default=0.0)
+    add("--repetition-penalty", type=float, default=1.0)
+    add("--stop", action="append", help="end at this text (repeatable)")
+    add("--ignore-eos", action="store_true")
+    add = parser.add_argument_group("what to keep").add_argument
+    add("--steps", action="store_true", help="print each step's record as a line")
+    add("--records", metavar="FILE", help="write each step's record as a JSON line")
+    add("--output", metavar="FILE", help="write each answer as a JSON line")
+    add = parser.add_argument_group("the engine").add_argument
+    for f in dataclasses.fields(EngineArgs):
+        names = ["--" + f.name.replace("_", "-")] + ([f.metadata["short"]] if "short" in f.metadata else [])
+        text = f.metadata["help"] + ("" if f.default is None else f" [{f.default}]" if f.name != "model" else " [the embedded model]")
+        if isinstance(f.default, bool):
+            add(*names, action=argparse.BooleanOptionalAction, default=f.default, help=text)
+        else:
+            kind = type(f.default) if f.default is not None else int
+            add(*names, type=kind, default=f.default, help=text, metavar=kind.__name__.upper())
+    return parser
+
+
+def read_prompts(path):
+    """A file's prompts as dicts. A line that can't be read becomes {"error": …}, so that it costs only itself."""
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        if not str(path).endswith(".jsonl"):
+            yield {"prompt": line}
+            continue
+        try:
+            job = json.loads(line)
+            if not isinstance(job, dict) or len(job.keys() & {"prompt", "prompt_token_ids", "messages"}) != 1:
+                raise ValueError("exactly one of prompt, prompt_token_ids, messages is needed")
+            yield job
+        except ValueError as error:
+            yield {"error": f"{path}, line {number}: {error}"}
+
+
+def make_job(job, args, llm):
+    """A prompt of the command line → (what to show as the question, prompt for the engine, SamplingParams). Raises ValueError."""
+    job = dict(job)
+    if "error" in job:
+        raise ValueError(job["error"])
+    messages, ids, text = (job.pop(key, None) for key in ("messages", "prompt_token_ids", "prompt"))
+    fields = {name: getattr(args, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+                                                     "stop", "ignore_eos")}
+    unknown = job.keys() - {f.name for f in dataclasses.fields(SamplingParams)}
+    if unknown:
+        raise ValueError(f"unknown field {min(unknown)!r}; besides the prompt, a line holds SamplingParams fields")
+    params = SamplingParams(**{**fields, **job})
+    if messages is None and ids is None and not args.raw and llm.engine.codec.chat_template:
+        messages = [{"role": "user", "content": text}]
+    if messages is not None:
+        return str(messages[-1].get("content", "")), llm.chat_prompt(messages), params
+    return (text, text, params) if ids is None else (f"{len(ids)} token ids", {"prompt_token_ids": ids}, params)
+
+
+def answer_all(llm, jobs, args, files, console):
+    """Run all jobs at once and show the answers as they grow (in a terminal) or as they finish (anywhere else). Returns an exit
+    code: 0, 1 if a prompt was refused, 130 after Ctrl-C. What is finished has been written by then, whatever happens."""
+    questions, prompts, params, done, started = [], [], [], [], time.perf_counter()
+    failed = 0
+    for job in jobs:
+        try:
+            question, prompt, p = make_job(job, args, llm)
+        except (ValueError, AttributeError) as error:
+            failed += 1
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        questions.append(question), prompts.append(prompt), params.append(p)
+    screen = Screen(console, questions)
+    code, written = 0, 0
+    try:
+        with screen:
+            for index, output in llm.stream(prompts, params):
+                screen.update(index, output)
+                if output.finished:
+                    done.append(output)
+                    failed += output.error is not None
+                    files.write("output", answer_record(index, questions[index], output))
+                for record in llm.engine.records[written:]:
+                    written += 1
+                    files.write("records", dataclasses.asdict(record))
+                    if args.steps:
+                        console.print(step_line(record), markup=False, highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        code = 130
+    good = [o for o in done if o.error is None]
+    tokens, elapsed = sum(len(o.outputs[0].token_ids) for o in good), time.perf_counter() - started
+    ttft = sorted(o.metrics.ttft for o in good)
+    figures = f", TTFT mean {sum(ttft) / len(ttft) * 1000:.0f} ms, max {ttft[-1] * 1000:.0f} ms" if ttft else ""
+    console.print(f"{len(good)} of {len(questions)} answers, {tokens} tokens in {elapsed:.2f} s: {tokens / elapsed:.0f} tokens/s{figures}"
+                  + (f"; {failed} refused" if failed else "") + ("; interrupted" if code else ""), highlight=False)
+    return code or (1 if failed else 0)
+
+
+def answer_record(index, question, output):
+    answer, m = output.outputs[0], output.metrics
+    return {"index": index, "prompt": question, "text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason, "error": output.error, "num_prompt_tokens": len(output.prompt_token_ids),
+            "num_cached_tokens": output.num_cached_tokens, "ttft": m and m.ttft, "tpot": m and m.tpot, "e2e": m and m.e2e}
+
+
+def step_line(record):
+    """Example:  step 3  4.1 ms  budget 65/2048  running 2 waiting 0  free 120/128  A 12+1→88  B 0+64 (hit 2)"""
+    parts = [f"{r.request_id} {r.computed}+{r.scheduled}" + (f"→{r.sampled}" if r.sampled is not None else "")
+             + (f" (hit {r.hit_blocks})" if r.hit_blocks else "") for r in record.requests]
+    parts += [f"preempted {i}" for i in record.preempted] + [f"finished {i}" for i in record.finished]
+    return (f"step {record.step}  {record.duration * 1000:.1f} ms  budget {record.used}/{record.budget}  running {record.running} "
+            f"waiting {record.waiting}  free {record.free_blocks}/{record.total_blocks}  " + "  ".join(parts))
+
+
+class Screen:
+    """In a terminal the answers that are being written, each growing in place, and those done above them; elsewhere plain text."""
+
+    def __init__(self, console, questions):
+        self.console, self.questions, self.growing, self.live = console, questions, {}, None
+
+    def __enter__(self):
+        if self.console.is_terminal:
+            from rich.live import Live
+            self.live = Live(console=self.console, refresh_per_second=12, transient=True)
+            self.live.start()
+        return self
+
+    def __exit__(self, *exc):
+        if self.live:
+            self.live.stop()
+
+    def update(self, index, output):
+        from rich.text import Text
+        answer = output.outputs[0]
+        self.growing[index, answer.index] = answer.text
+        if output.finished:
+            del self.growing[index, answer.index]
+            end = output.error or f"{len(answer.token_ids)} tokens, {answer.finish_reason}"
+            self.console.print(Text.assemble((f"[{index + 1}] {self.questions[index]}", "bold"), f"\n{answer.text}\n", (f"({end})\n", "dim")))
+        if self.live:
+            rows = self.console.height // 3                          # the newest lines of as many answers as there is room for
+            some = list(self.growing.items())[:max(rows // 2, 1)]
+            self.live.update(Text("\n").join(Text.assemble((f"[{i + 1}] {self.questions[i]} ", "bold"), text[-300:]) for (i, _), text in some))
+
+
+class Files:
+    """--output and --records, opened before anything is computed, written a line at a time so that an interruption loses nothing."""
+
+    def __init__(self, **paths):
+        self.files = {kind: open(path, "w", encoding="utf-8") for kind, path in paths.items() if path}
+
+    def write(self, kind, record):
+        if kind in self.files:
+            self.files[kind].write(json.dumps(record, ensure_ascii=False) + "\n")
+            self.files[kind].flush()
+
+
+def chat_loop(llm, args, console):
+    """A conversation. The whole of it is sent each time; with the prefix cache only the new turn is computed."""
+    console.print("Talk with the model; /new starts over, an empty line or Ctrl-D ends.", highlight=False)
+    messages = []
+    while True:
+        try:
+            text = input("you> ")
+        except EOFError:
+            text = ""
+        if not text.strip():
+            return 0
+        if text.strip() == "/new":
+            messages = []
+            continue
+        messages.append({"role": "user", "content": text})
+        try:
+            _, prompt, params = make_job({"messages": messages}, args, llm)
+            reply = None
+            for _, reply in llm.stream([prompt], [params]):
+                print(reply.outputs[0].delta, end="", flush=True)
+            print(f"error: {reply.error}" if reply.error else "")
+            messages.append({"role": "assistant", "content": reply.outputs[0].text})
+        except KeyboardInterrupt:                    # this answer only
+            print(" (interrupted)")
+            messages.pop()
+
+
+def main(argv=None):
+    from rich.console import Console
+    args = make_parser().parse_args(argv)
+    console = Console(soft_wrap=True)
+    options = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)}
+    try:
+        if args.shards:
+            print(format_shard_report(LlamaConfig.from_folder(find_checkpoint(args.model)), args.tensor_parallel_size))
+            return 0
+        jobs = [{"prompt": p} for p in args.prompt or ()] + (list(read_prompts(args.prompts)) if args.prompts else [])
+        files = Files(output=args.output, records=args.records)
+        with LLM(**options) as llm:
+            if args.chat:
+                return chat_loop(llm, args, console)
+            return answer_all(llm, jobs or [{"prompt": q} for q in QUESTIONS], args, files, console)
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, WorkerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

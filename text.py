@@ -1,0 +1,112 @@
+"""Text in and out (chapter 1): prompts to token ids, token ids to text as they come.
+
+Mirrors   vLLM: v1/engine/detokenizer.py:69 BaseIncrementalDetokenizer, v1/engine/detokenizer.py:310 check_stop_strings
+Promises  the pieces of text that a request shows, laid end to end, are the decode of all its tokens, cut at the stop string.
+Why a file of its own: it needs neither engine nor model, and all that goes wrong in it goes wrong in single characters.
+"""
+import json
+import time
+
+from tokenizers import Tokenizer
+
+from model import _read_json
+from scheduler import RequestRefused
+
+
+class TextCodec:
+    """tokenizer.json and the chat template of a checkpoint. Without tokenizer.json, prompts must be token ids and text stays empty."""
+
+    def __init__(self, folder):
+        file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+        # tokenizer.json is the authority on how text is cut; tokenizer_config.json only tells names, some as {"content": …}.
+        self.tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
+        self.config = _read_json(config) if config.is_file() else {}
+        self.special = {k: v["content"] if isinstance(v, dict) else v for k, v in self.config.items() if k.endswith("_token")}
+        template = folder / "chat_template.jinja"
+        self.chat_template = template.read_text(encoding="utf-8") if template.is_file() else self.config.get("chat_template")
+        if isinstance(self.chat_template, list):                          # several named ones
+            self.chat_template = {t["name"]: t["template"] for t in self.chat_template}.get("default")
+
+    def encode(self, text, add_special_tokens=True):
+        """Text to ids. The tokenizer puts BOS in front; a text that brings its own still gets just one."""
+        if self.tokenizer is None:
+            raise RequestRefused("this checkpoint has no tokenizer.json, so a prompt must be token ids: {'prompt_token_ids': [...]}")
+        try:
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeError) as error:
+            raise RequestRefused(f"the prompt can't be tokenized: {error}") from None
+        bos = self.special.get("bos_token")
+        return ids[1:] if bos and ids[:2] == [self.tokenizer.token_to_id(bos)] * 2 else ids
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(self, messages, add_generation_prompt=True):
+        """[{"role": …, "content": …}] to the text that the model was trained on, by its own jinja template. The template comes with
+        the weights from anywhere, so it runs in a sandbox. vLLM: entrypoints/chat_utils.py renders it through transformers."""
+        if not self.chat_template:
+            raise RequestRefused("this checkpoint has no chat template; use generate() with a plain prompt")
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message):
+            raise RequestRefused(f"the chat template refuses these messages: {message}")
+        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        env.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
+        env.globals.update(raise_exception=raise_exception, strftime_now=lambda f: time.strftime(f))
+        try:
+            return env.from_string(self.chat_template).render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
+        except (TemplateError, TypeError, AttributeError, KeyError) as error:
+            raise RequestRefused(f"the chat template can't render these messages: {error}") from None
+
+
+class Detokenizer:
+    """Turns one request's ids into text as they come: never half a character, nothing twice, no beginning of a stop string.
+
+    A character may span tokens, and a token's text may depend on the one before it, so the text of a token is the difference of
+    two decodes. Example: 世 is the bytes E4 B8 96 in three tokens; after the first and second the decode ends in U+FFFD, which means
+    "not finished": nothing is emitted. After the third the whole character is. `text` is what may be shown; `held` what waits.
+    vLLM: v1/engine/detokenizer.py:69 BaseIncrementalDetokenizer
+    """
+
+    def __init__(self, codec, params):
+        self.codec, self.params = codec, params
+        self.token_ids, self.text = [], ""
+        self.unread = 0            # token_ids[unread:] have given no text yet
+        self.context = 0           # where the window that is decoded begins: the tokens that gave the last piece of text
+        self.shown = 0             # text[:shown] may be shown, the rest could be the beginning of a stop string
+
+    def append(self, token_id, finished, show_token=True):
+        """Take a token in (show_token False: the stop token itself, which has no text). Returns the stop string that ended the
+        text, or None. After finished=True nothing is held back."""
+        if show_token:
+            self.token_ids.append(token_id)
+        before, skip = len(self.text), self.params.skip_special_tokens
+        old = self.codec.decode(self.token_ids[self.context:self.unread], skip)
+        new = self.codec.decode(self.token_ids[self.context:], skip)
+        if len(new) > len(old) and (finished or not new.endswith("\ufffd")):
+            self.text += new[len(old):]
+            self.context, self.unread = self.unread, len(self.token_ids)
+        stop = self._find_stop(before)
+        self.shown = len(self.text) if finished or stop else len(self.text) - self._held_back()
+        return stop
+
+    def _find_stop(self, before):
+        """The earliest stop string that ends in the new text; the text is cut at it."""
+        if len(self.token_ids) <= self.params.min_tokens:
+            return None
+        found = [(at, -len(s), s) for s in self.params.stop if (at := self.text.find(s, max(before - len(s) + 1, 0))) >= 0]
+        if not found:
+            return None
+        at, _, stop = min(found)
+        self.text = self.text[:at + len(stop) if self.params.include_stop_str_in_output else at]
+        return stop
+
+    def _held_back(self):
+        """How many characters at the end of the text could still become a stop string."""
+        longest = max((len(s) - 1 for s in self.params.stop), default=0)
+        for n in range(min(longest, len(self.text)), 0, -1):
+            if any(s.startswith(self.text[-n:]) for s in self.params.stop if len(s) > n):
+                return n
+        return 0
