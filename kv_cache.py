@@ -1,47 +1,50 @@
 """Where K and V live (chapter 4, "KV Cache": 分页, 前缀缓存, 淘汰): block bookkeeping first, then the tensors themselves.
 
-vLLM files mirrored: v1/core/kv_cache_utils.py (block, free list, block hash), v1/core/block_pool.py, v1/core/kv_cache_manager.py,
-v1/core/single_type_kv_cache_manager.py (the full-attention case) and v1/worker/gpu_model_runner.py (allocation of the tensors).
+vLLM files mirrored: v1/core/kv_cache_utils.py (block, free list, block hash), v1/core/block_pool.py,
+v1/core/kv_cache_manager.py, v1/core/single_type_kv_cache_manager.py (the full-attention case) and
+v1/worker/gpu_model_runner.py (allocation of the tensors).
 
-KV memory is cut into equal blocks (块) of `block_size` token slots. A sequence owns a list of block ids, its block table (块表), and
-the token at position p lives in block `table[p // block_size]` at offset `p % block_size`. With block size 4 and ten tokens:
+KV memory is cut into equal blocks (块) of `block_size` token slots. A sequence owns a list of block ids, its block table
+(块表), and the token at position p lives in block `table[p // block_size]` at offset `p % block_size`. With block size 4
+and ten tokens:
 
     table [1, 2, 3]     block 1: tokens 0-3 (full)   block 2: tokens 4-7 (full)   block 3: tokens 8, 9 + two empty slots
 
-Blocks need not be neighbours, so memory never fragments, and a sequence wastes less than one block. A full block is also named by a
-hash of everything up to its end; a later sequence that starts with the same tokens finds it by that name and shares it: the prefix
-cache (前缀缓存). Only full blocks are shared, and nobody ever writes into a full block again, so sharing needs no copy.
+Blocks need not be neighbours, so memory never fragments, and a sequence wastes less than one block. A full block is
+also named by a hash of everything up to its end; a later sequence that starts with the same tokens finds it by that
+name and shares it: the prefix cache (前缀缓存). Only full blocks are shared, and nobody ever writes into a full block
+again, so sharing needs no copy.
 
-Promises: every operation that vLLM does in O(1) is O(1) here; block ids, free-list order and hits are vLLM's, decision for decision;
-free + used + null = pool, and `KVCacheManager.check_invariants` proves it at any moment.
-Leaves out: several KV groups (sliding window, Mamba, cross attention), LoRA / multimodal / salt keys in the hash, speculative
-lookahead slots, the watermark, KV events, connectors and partial-block hits.
-The bookkeeping is plain Python: it moves numbers, never tensors, so a scheduler can be tested or simulated without torch.
+Promises: every operation that vLLM does in O(1) is O(1) here; block ids, free-list order and hits are vLLM's, decision
+for decision; free + used + null = pool, and `check_invariants` proves it at any moment. Leaves out:
+several KV groups (sliding window, Mamba, cross attention), LoRA / multimodal / salt keys in the hash, speculative
+lookahead slots, the watermark, KV events, connectors and partial-block hits. The bookkeeping is plain Python: it moves
+numbers, never tensors, so a scheduler can be tested or simulated without torch.
 
-Read in this order: KVCacheBlock and the free list; hash_block_tokens; BlockPool (which block is free, which is cached); KVCacheManager
-(which request holds which block); KVCache (the tensors behind the numbers).
+Read in this order: KVCacheBlock and the free list; hash_block_tokens; BlockPool (which block is free, which is cached);
+KVCacheManager (which request holds which block); KVCache (the tensors behind the numbers).
 """
 from __future__ import annotations
 
 import hashlib
 import struct
-from typing import TYPE_CHECKING, Iterable
+from typing import TYPE_CHECKING, Iterable, Sequence
 
 if TYPE_CHECKING:
     import torch
 
     from scheduler import Request
 
-# The parent of a sequence's first block. vLLM draws it at random so that hashes cannot be guessed across users; a fixed value keeps
-# runs repeatable here, and sha256 still makes two different prefixes with one name impossible in practice.
+# The parent of a sequence's first block. vLLM draws it at random so that hashes cannot be guessed across users; a fixed
+# value keeps runs repeatable here, and sha256 still makes two different prefixes with one name impossible in practice.
 NONE_HASH = bytes(32)
 
 
 class KVCacheBlock:
     """One block of KV memory: an id, who uses it, its name if it is full, and its two neighbours while it is free.
 
-    `ref_cnt` counts the block tables that hold it. `block_hash` is its entry in the prefix cache, None while it is not there.
-    The links live inside the block, so that a block can leave the middle of the free list without a search.
+    `ref_cnt` counts the block tables that hold it. `block_hash` is its entry in the prefix cache, None while it is not
+    there. The links live inside the block, so that a block can leave the middle of the free list without a search.
     vLLM: v1/core/kv_cache_utils.py:118 KVCacheBlock
     """
 
@@ -61,8 +64,8 @@ class KVCacheBlock:
 class FreeKVCacheBlockQueue:
     """All blocks with ref_cnt 0 in the order in which they will be reused: the free list *is* the LRU (最近最少使用) list.
 
-    A cached block in it still holds valid KV: until it reaches the front it can be hit and taken back out. Being a doubly linked
-    list, it pops the front, adds at either end and unlinks from the middle in O(1) each.
+    A cached block in it still holds valid KV: until it reaches the front it can be hit and taken back out. Being a
+    doubly linked list, it pops the front, adds at either end and unlinks from the middle in O(1) each.
 
     Example, blocks 1..4:   head ⇄ 1 ⇄ 2 ⇄ 3 ⇄ 4 ⇄ tail
       popleft() → 1         head ⇄ 2 ⇄ 3 ⇄ 4 ⇄ tail
@@ -73,7 +76,8 @@ class FreeKVCacheBlockQueue:
 
     def __init__(self, blocks: Iterable[KVCacheBlock]):
         self.num_free_blocks = 0
-        # Two blocks that are never handed out close the list, so that no operation has to ask whether a neighbour exists.
+        # Two blocks that are never handed out close the list, so that no operation has to ask whether a neighbour
+        # exists.
         self._head, self._tail = KVCacheBlock(-1), KVCacheBlock(-1)
         self._head.next_free_block, self._tail.prev_free_block = self._tail, self._head
         for block in blocks:
@@ -121,10 +125,12 @@ class FreeKVCacheBlockQueue:
 def hash_block_tokens(parent_block_hash: bytes, token_ids: list[int]) -> bytes:
     """The 32-byte name of a full block: its own tokens *and*, through the parent's name, all tokens before it.
 
-    K and V of a token depend on every earlier token and on the position. Equal tokens at another place are therefore another block:
-    with block size 2, [3, 4] after [1, 2] and [3, 4] at the start of a sequence must not be mistaken for each other.
+    K and V of a token depend on every earlier token and on the position. Equal tokens at another place are therefore
+    another block: with block size 2, [3, 4] after [1, 2] and [3, 4] at the start of a sequence must not be mistaken for
+    each other.
 
-    Example, block size 4, ten tokens t0..t9:  h0 = H(NONE_HASH, t0..t3), h1 = H(h0, t4..t7); t8, t9 fill no block and get no name.
+    Example, block size 4, ten tokens t0..t9:  h0 = H(NONE_HASH, t0..t3), h1 = H(h0, t4..t7); t8, t9 fill no block and
+    get no name.
     vLLM: v1/core/kv_cache_utils.py:596 hash_block_tokens (there also LoRA, multimodal and salt keys)
     """
     return hashlib.sha256(parent_block_hash + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()
@@ -133,8 +139,8 @@ def hash_block_tokens(parent_block_hash: bytes, token_ids: list[int]) -> bytes:
 class BlockPool:
     """Every block of the KV memory: the free ones in order of reuse, and the full ones by name.
 
-    Block 0 is the null block (空块): taken out at the start, never handed out, never cached. Padding points at it, so a padded slot
-    can be written without harm to anybody.
+    Block 0 is the null block (空块): taken out at the start, never handed out, never cached. Padding points at it, so a
+    padded slot can be written without harm to anybody.
 
     Example (block size 4, 9 blocks; front of the free list at the left), the life of two sequences:
       A takes 1 2 3 4, its first three full; B takes 5 6, the first full      free: 7 8
@@ -147,14 +153,15 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, enable_caching: bool = True):
         if num_blocks < 2:
-            raise ValueError(f"a pool of {num_blocks} blocks has no room: block 0 is the null block, so at least 2 are needed "
-                             "(--num-kv-blocks)")
+            raise ValueError(f"a pool of {num_blocks} blocks has no room: block 0 is the null block, so at least 2 are "
+                             "needed (--num-kv-blocks)")
         self.num_blocks, self.enable_caching = num_blocks, enable_caching
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
         self.null_block = self.free_block_queue.popleft()
-        # name → the blocks that carry it, oldest first. Two requests that compute the same text side by side fill two blocks with
-        # one name. Neither is thrown away: a running request already points at its own, and block tables only ever grow.
+        # name → the blocks that carry it, oldest first. Two requests that compute the same text side by side fill two
+        # blocks with one name. Neither is thrown away: a running request already points at its own, and block tables
+        # only ever grow.
         self.cached_block_hash_to_block: dict[bytes, dict[int, KVCacheBlock]] = {}
 
     @property
@@ -163,7 +170,8 @@ class BlockPool:
         return self.free_block_queue.num_free_blocks
 
     def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
-        """The block with this name, the oldest if several carry it, or None. vLLM: v1/core/block_pool.py:198 BlockPool.get_cached_block"""
+        """The block with this name, the oldest if several carry it, or None. vLLM:
+        v1/core/block_pool.py:198 BlockPool.get_cached_block"""
         same_name = self.cached_block_hash_to_block.get(block_hash)
         return next(iter(same_name.values())) if same_name else None
 
@@ -174,7 +182,8 @@ class BlockPool:
         self.cached_block_hash_to_block.setdefault(block_hash, {})[block.block_id] = block
 
     def uncache_block(self, block: KVCacheBlock) -> None:
-        """Take a block's name away: nobody finds it any more. vLLM: v1/core/block_pool.py:679 BlockPool._maybe_evict_cached_block"""
+        """Take a block's name away: nobody finds it any more. vLLM:
+        v1/core/block_pool.py:679 BlockPool._maybe_evict_cached_block"""
         if block.block_hash is None:
             return
         same_name = self.cached_block_hash_to_block[block.block_hash]
@@ -184,8 +193,9 @@ class BlockPool:
         block.block_hash = None
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks for new content from the front. This, and not an earlier moment, is eviction (淘汰): the old name goes with it,
-        or a later request would be given another text's KV. vLLM: v1/core/block_pool.py:647 BlockPool.get_new_blocks"""
+        """Take blocks for new content from the front. This, and not an earlier moment, is eviction (淘汰): the old name
+        goes with it, or a later request would be given another text's KV. vLLM:
+        v1/core/block_pool.py:647 BlockPool.get_new_blocks"""
         blocks = [self.free_block_queue.popleft() for _ in range(num_blocks)]
         for block in blocks:
             self.uncache_block(block)
@@ -193,16 +203,18 @@ class BlockPool:
         return blocks
 
     def touch(self, block: KVCacheBlock) -> None:
-        """One more table holds this block. Was it free, it leaves the list. vLLM: v1/core/block_pool.py:702 BlockPool.touch"""
+        """One more table holds this block. Was it free, it leaves the list. vLLM:
+        v1/core/block_pool.py:702 BlockPool.touch"""
         if block.ref_cnt == 0:
             self.free_block_queue.remove(block)
         block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """One table fewer holds each block; those that nobody holds return to the free list. Freeing a free block is an error.
+        """One table fewer holds each block; those that nobody holds return to the free list. Freeing a free block is an
+        error.
 
-        Without a name a block can never be hit, so nothing is lost by reusing it at once: front. With one it may still be: back.
-        A pool that caches nothing has no reason to choose, and appends all.
+        Without a name a block can never be hit, so nothing is lost by reusing it at once: front. With one it may still
+        be: back. A pool that caches nothing has no reason to choose, and appends all.
         vLLM: v1/core/block_pool.py:719 BlockPool.free_blocks
         """
         without_name = []
@@ -221,7 +233,8 @@ class BlockPool:
 class KVCacheManager:
     """Which request holds which blocks: what the scheduler asks before it promises anybody a step.
 
-    `num_blocks` counts the null block. Requests are known by `request_id`; a request without blocks is simply not in the tables.
+    `num_blocks` counts the null block. Requests are known by `request_id`; a request without blocks is simply not in
+    the tables.
 
     Example, block size 4, a prompt of ten tokens in an empty pool, then one output token a step:
       allocate_slots(request, 10)   table [1, 2, 3], blocks 1 and 2 published; slots 10, 11 of block 3 are still empty
@@ -252,16 +265,19 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the usable blocks that some request holds, 0.0 to 1.0. vLLM: v1/core/block_pool.py:807 BlockPool.get_usage"""
+        """Share of the usable blocks that some request holds, 0.0 to 1.0. vLLM:
+        v1/core/block_pool.py:807 BlockPool.get_usage"""
         return 1.0 - self.num_free_blocks / self.num_usable_blocks
 
     def get_block_ids(self, request_id: str) -> list[int]:
-        """The request's block table, empty if it holds none. vLLM: v1/core/kv_cache_manager.py:707 KVCacheManager.get_block_ids"""
+        """The request's block table, empty if it holds none. vLLM:
+        v1/core/kv_cache_manager.py:707 KVCacheManager.get_block_ids"""
         return list(self.req_to_block_ids.get(request_id, ()))
 
     def update_block_hashes(self, request: Request) -> None:
-        """Name the blocks that the request's known tokens have filled since the last call. Its names stay with the request, through
-        preemption too, so each token is hashed once in its life. vLLM: v1/request.py:262 Request.update_block_hashes"""
+        """Name the blocks that the request's known tokens have filled since the last call. Its names stay with the
+        request, through preemption too, so each token is hashed once in its life. vLLM:
+        v1/request.py:262 Request.update_block_hashes"""
         if not self.enable_prefix_caching:
             return
         hashes, tokens, size = request.block_hashes, request.all_token_ids, self.block_size
@@ -271,9 +287,9 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
         """The longest chain of cached blocks, from the start, that this request may skip computing. Takes nothing yet.
 
-        At least the last known token is always computed anew: its logits are what the request came for, and a cache holds K and V,
-        not logits. Hits come in whole blocks, so a length that is a multiple of block_size gives up its whole last block: 12 tokens
-        at block size 4 hit at most 2 blocks, 13 tokens at most 3.
+        At least the last known token is always computed anew: its logits are what the request came for, and a cache
+        holds K and V, not logits. Hits come in whole blocks, so a length that is a multiple of block_size gives up its
+        whole last block: 12 tokens at block size 4 hit at most 2 blocks, 13 tokens at most 3.
         vLLM: v1/core/kv_cache_manager.py:229 KVCacheManager.get_computed_blocks
         """
         blocks: list[KVCacheBlock] = []
@@ -286,12 +302,14 @@ class KVCacheManager:
             blocks.append(block)
         return blocks
 
-    def allocate_slots(self, request: Request, num_new_tokens: int, new_computed_blocks: list[KVCacheBlock] | tuple = (),
+    def allocate_slots(self, request: Request, num_new_tokens: int, new_computed_blocks: Sequence[KVCacheBlock] = (),
                        full_sequence_must_fit: bool = False) -> bool:
-        """Give the request slots for its next `num_new_tokens` tokens, behind the hits if it brings any. False: nothing was taken.
+        """Give the request slots for its next `num_new_tokens` tokens, behind the hits if it brings any. False: nothing
+        was taken.
 
-        `full_sequence_must_fit` asks that *all* its known tokens would fit the blocks free now, not only this chunk. It is a check,
-        not a reservation: the blocks of later chunks stay free, so two long prompts may still collide, and one is then preempted.
+        `full_sequence_must_fit` asks that *all* its known tokens would fit the blocks free now, not only this chunk. It
+        is a check, not a reservation: the blocks of later chunks stay free, so two long prompts may still collide, and
+        one is then preempted.
         vLLM: v1/core/kv_cache_manager.py:344 KVCacheManager.allocate_slots
         """
         request_id, size = request.request_id, self.block_size
@@ -301,7 +319,8 @@ class KVCacheManager:
         num_tokens = num_computed + num_new_tokens
         if num_tokens > num_held * size:  # most decodes stay within their last block and skip all this
             num_to_fit = request.num_tokens if full_sequence_must_fit else num_tokens
-            # A hit that lies in the free list costs a free block as much as a new one does; a hit that others hold costs nothing.
+            # A hit that lies in the free list costs a free block as much as a new one does; a hit that others hold
+            # costs nothing.
             num_free_hits = sum(block.ref_cnt == 0 for block in new_computed_blocks)
             num_held += len(new_computed_blocks)
             if -(-num_to_fit // size) - num_held + num_free_hits > self.num_free_blocks:
@@ -309,7 +328,7 @@ class KVCacheManager:
             if table is None:
                 table = self.req_to_block_ids[request_id] = []
                 self.num_cached_blocks[request_id] = len(new_computed_blocks)
-            for block in new_computed_blocks:  # before taking new blocks, or those might be the very blocks that were hit
+            for block in new_computed_blocks:  # before taking new blocks, or those might be the hits themselves
                 self.block_pool.touch(block)
                 table.append(block.block_id)
             table += [block.block_id for block in self.block_pool.get_new_blocks(-(-num_tokens // size) - num_held)]
@@ -318,11 +337,13 @@ class KVCacheManager:
         return True
 
     def _cache_full_blocks(self, request: Request, table: list[int], num_full: int) -> None:
-        """Publish the blocks that this step will fill, before it has: a request admitted later in the same step may hit them.
+        """Publish the blocks that this step will fill, before it has: a request admitted later in the same step may hit
+        them.
 
-        That is safe because a step is one batch and every layer writes the K/V of the whole batch before it attends. What must hold
-        is that a step, once scheduled, is run. The one case where it is not, a request preempted after it was scheduled, is undone
-        in `free`. vLLM: v1/core/single_type_kv_cache_manager.py:427 SingleTypeKVCacheManager.cache_blocks
+        That is safe because a step is one batch and every layer writes the K/V of the whole batch before it attends.
+        What must hold is that a step, once scheduled, is run. The one case where it is not, a request preempted after
+        it was scheduled, is undone in `free`. vLLM:
+        v1/core/single_type_kv_cache_manager.py:427 SingleTypeKVCacheManager.cache_blocks
         """
         for i in range(self.num_cached_blocks[request.request_id], num_full):
             self.block_pool.cache_full_block(self.block_pool.blocks[table[i]], request.block_hashes[i])
@@ -331,16 +352,19 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Let go of all blocks of a request that ended or is preempted; without blocks, do nothing.
 
-        In reverse: the tail of a sequence is worth least (a hit needs everything before it), so the tail must be reused first and the
-        head, perhaps a system prompt that everybody shares, last. vLLM: v1/core/kv_cache_manager.py:567 KVCacheManager.free
+        In reverse: the tail of a sequence is worth least (a hit needs everything before it), so the tail must be reused
+        first and the head, perhaps a system prompt that everybody shares, last. vLLM:
+        v1/core/kv_cache_manager.py:567 KVCacheManager.free
         """
         blocks = [self.block_pool.blocks[i] for i in self.req_to_block_ids.pop(request.request_id, ())]
         num_cached = self.num_cached_blocks.pop(request.request_id, 0)
-        # Preempted in the step that was to fill them, these blocks were published but will never be written. No one can have hit
-        # them yet, because admission doesn't run in a step that preempts. vLLM leaves their names in place.
+        self.block_pool.free_blocks(reversed(blocks))
+        # A request preempted in a step that had already scheduled it: that step was to fill these blocks, they are
+        # published, and now nobody will write them. Nobody has hit them yet, because a step that preempts admits no
+        # one; so it is in time to take their names away. After the step, all that is published is written, and the
+        # slice is empty.
         for block in blocks[request.num_computed_tokens // self.block_size:num_cached]:
             self.block_pool.uncache_block(block)
-        self.block_pool.free_blocks(reversed(blocks))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all names, for instance after the weights changed. Refused (False) while any request holds a block.
@@ -351,37 +375,47 @@ class KVCacheManager:
             self.block_pool.uncache_block(block)
         return True
 
-    def check_invariants(self) -> None:
-        """Prove the accounts, or raise AssertionError saying which is off. O(pool), so for tests and --check-invariants."""
+    def check_invariants(self, requests: dict[str, Request]) -> None:
+        """Prove the accounts of the pool and of the alive `requests`, or raise AssertionError saying which is off.
+        O(pool + tables), so for tests and --check-invariants."""
         pool, tables = self.block_pool, self.req_to_block_ids
-        free = pool.free_block_queue.get_all_free_blocks()
-        free_ids, held = {block.block_id for block in free}, [0] * pool.num_blocks
-        for request_id, table in tables.items():
-            assert len(set(table)) == len(table), f"{request_id} holds a block twice: {table}"
-            for block_id in table:
+        free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+        free_ids, held = set(free), [0] * pool.num_blocks
+        assert tables.keys() <= requests.keys(), "a request that has ended still holds blocks"
+        assert tables.keys() == self.num_cached_blocks.keys(), "block tables and cached counts know different requests"
+        for request_id, request in requests.items():
+            table, num_computed = tables.get(request_id, []), request.num_computed_tokens
+            assert num_computed <= request.num_tokens, f"{request} computed tokens that it doesn't have"
+            assert len(table) == -(-num_computed // self.block_size), f"{request} holds {len(table)} blocks"
+            assert len(set(table)) == len(table), f"{request} holds a block twice: {table}"
+            for i, block_id in enumerate(table):
                 held[block_id] += 1
+                name = pool.blocks[block_id].block_hash
+                assert (name is not None) == (i < self.num_cached_blocks[request_id]), f"{request}: name of block {i}"
+                assert name is None or name == request.block_hashes[i], f"{request}: block {i} has another text's name"
         assert len(free) == len(free_ids) == pool.num_free_blocks, "the free list holds a block twice, or miscounts"
-        assert 0 not in free_ids and held[0] == 0 and pool.null_block.block_hash is None, "the null block was handed out"
+        assert 0 not in free_ids and held[0] == 0 and not pool.null_block.block_hash, "the null block was handed out"
         for block in pool.blocks[1:]:
             assert block.ref_cnt == held[block.block_id], f"{block}: {held[block.block_id]} tables hold it"
             assert (block.ref_cnt == 0) == (block.block_id in free_ids), f"{block} is neither free nor used, or both"
             names = pool.cached_block_hash_to_block.get(block.block_hash, {})
             assert block.block_hash is None or names.get(block.block_id) is block, f"{block} is not found by its name"
-        num_used = sum(1 for count in held if count)
-        assert len(free) + num_used + 1 == pool.num_blocks, f"{len(free)} free + {num_used} used + null ≠ {pool.num_blocks}"
+        num_used = sum(count > 0 for count in held)
+        assert len(free) + num_used + 1 == pool.num_blocks, f"{len(free)} free + {num_used} used + null is not the pool"
         num_names = sum(len(names) for names in pool.cached_block_hash_to_block.values())
         assert num_names == sum(b.block_hash is not None for b in pool.blocks), "the prefix cache names a block twice"
-        assert tables.keys() == self.num_cached_blocks.keys(), "block tables and cached counts know different requests"
 
 
 class KVCache:
-    """The tensors behind the block ids: `k` and `v`, each `[L, num_blocks, block_size, Hkv, d]`; `k[i]` is what layer i reads.
+    """The tensors behind the block ids: `k` and `v`, each `[L, num_blocks, block_size, Hkv, d]`; `k[i]` is what layer i
+    reads.
 
-    Slot s = block_id * block_size + offset is row s of `k[i].flatten(0, 1)`. Block size 4, table [7, 2], position 5 → block 2,
-    offset 1 → slot 9. One tensor holds all layers, so that handing a block over is one slice, `k[:, block_id]`.
-    Under tensor parallelism each rank holds its own KV heads of every block; the block ids are the same everywhere.
-    dtype: the model's; device: the model's. Raises whatever torch raises when the memory isn't there.
-    vLLM: v1/worker/gpu_model_runner.py:7312 GPUModelRunner._allocate_kv_cache_tensors (there one tensor a layer, several layouts)
+    Slot s = block_id * block_size + offset is row s of `k[i].flatten(0, 1)`. Block size 4, table [7, 2], position 5 →
+    block 2, offset 1 → slot 9. One tensor holds all layers, so that handing a block over is one slice, `k[:,
+    block_id]`. Under tensor parallelism each rank holds its own KV heads of every block; the block ids are the same
+    everywhere. dtype: the model's; device: the model's. Raises whatever torch raises when the memory isn't there.
+    vLLM: v1/worker/gpu_model_runner.py:7312 GPUModelRunner._allocate_kv_cache_tensors (there one tensor a layer,
+    several layouts)
     """
 
     def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
@@ -405,5 +439,6 @@ class KVCache:
 
     @staticmethod
     def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """K and V of one block over all layers, in bytes. Llama-3-70B in FP16: 2 * 80 * 8 * 128 * 2 B = 320 KiB a token, times 16."""
+        """K and V of one block over all layers, in bytes. Llama-3-70B in FP16: 2 * 80 * 8 * 128 * 2 B = 320 KiB a
+        token, times 16."""
         return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize

@@ -1,29 +1,29 @@
 """Who runs in this step (chapter 5, the scheduler: 调度器, Token 预算, 连续批处理, 分块预填充, 抢占).
 
-vLLM files mirrored: v1/core/sched/scheduler.py, v1/core/sched/request_queue.py, v1/core/sched/output.py, v1/core/sched/utils.py
-(the stop rule), v1/request.py, sampling_params.py and config/scheduler.py.
+vLLM files mirrored: v1/core/sched/scheduler.py, v1/core/sched/request_queue.py, v1/core/sched/output.py,
+v1/core/sched/utils.py (the stop rule), v1/request.py, sampling_params.py and config/scheduler.py.
 
-There is no prefill phase and no decode phase. A request has some known tokens (its prompt, and what it has generated) and a count of
-those whose K/V are computed; every step gives some requests a piece of the gap between the two, until the step's token budget (Token
-预算) is spent. A piece of a prompt is a prefill chunk (分块预填充); a gap of one, the token sampled last, is a decode. Budget 8, prompts
-A of ten tokens and B of three:
+There is no prefill phase and no decode phase. A request has some known tokens (its prompt, and what it has generated)
+and a count of those whose K/V are computed; every step gives some requests a piece of the gap between the two, until
+the step's token budget (Token 预算) is spent. A piece of a prompt is a prefill chunk (分块预填充); a gap of one, the token
+sampled last, is a decode. Budget 8, prompts A of ten tokens and B of three:
 
     step 0   A 0→8                    the budget cuts A's prompt; a chunk that stops short of the end samples nothing
     step 1   A 8→10, B 0→3            A reaches its end and samples; B joins the same step: continuous batching (连续批处理)
     step 2   A 10→11, B 3→4           two decodes: each feeds in the token it sampled in step 1
 
-Running requests are served first, oldest admission first; what is left of the budget admits waiting ones. When a running request
-needs a block and none is free, the one admitted last gives all of its blocks back: preemption (抢占). It keeps its tokens, waits at the
-front, and computes its K/V again: recompute (重计算).
+Running requests are served first, oldest admission first; what is left of the budget admits waiting ones. When a
+running request needs a block and none is free, the one admitted last gives all of its blocks back: preemption (抢占). It
+keeps its tokens, waits at the front, and computes its K/V again: recompute (重计算).
 
-Promises: the decisions of vLLM 0.27.1, step by step; Σ tokens ≤ budget and scheduled ⊆ running; a request that is accepted ends, and
-one that could never end is refused when it is added; the cost of a step doesn't grow with the number of waiting requests.
-Leaves out: speculative decoding, asynchronous scheduling (planning one step ahead), encoder inputs, structured output, LoRA, pooling,
-KV connectors, the watermark, streaming input.
-Plain Python: no tensor, no clock, no randomness, so the engine, a simulator and the tests drive the same object.
+Promises: the decisions of vLLM 0.27.1, step by step; Σ tokens ≤ budget and scheduled ⊆ running; a request that is
+accepted ends, and one that could never end is refused when it is added; the cost of a step doesn't grow with the number
+of waiting requests. Plain Python: no tensor, no clock, no randomness, so an engine, a simulator and a test drive it
+alike. Leaves out: speculative decoding, asynchronous scheduling (planning one step ahead), encoder inputs, structured
+output, LoRA, pooling, KV connectors, the watermark, streaming input.
 
-Read in this order: Request; SchedulerConfig; the waiting queues; Scheduler.schedule and its two loops; update_from_output and check_stop;
-then SamplingParams, StepRecord and check_invariants as needed.
+Read in this order: Request; SchedulerConfig; the waiting queues; Scheduler.schedule and its two loops;
+update_from_output and check_stop; then SamplingParams, StepRecord and check_invariants as needed.
 """
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Iterable
 
-from kv_cache import KVCacheBlock, KVCacheManager
+from kv_cache import KVCacheManager
 
 
 @dataclass
 class SamplingParams:
     """How to choose a request's tokens and when to stop; names and defaults are vLLM's.
 
-    temperature 0 is greedy. top_k 0 (or -1) and top_p 1.0 keep every token. `stop` is one string or several; `stop_token_ids` end the
-    text after the token, `ignore_eos` lets it run past the model's own end. max_tokens None means: until --max-model-len.
-    Raises ValueError naming the value and its limit. Token ids are checked against the vocabulary by whoever knows the vocabulary.
-    vLLM: sampling_params.py SamplingParams (there also beams, bad words, logit bias, structured output, prompt logprobs)
+    temperature 0 is greedy; top_k 0 (or -1) and top_p 1.0 keep every token. `stop` is one string or several;
+    `stop_token_ids` end the text after the token, `ignore_eos` lets it run past the model's own end; max_tokens None
+    means until --max-model-len. Raises ValueError naming the value and its limit; only the vocabulary isn't known here.
+    vLLM: sampling_params.py SamplingParams (there also bad words, logit bias, structured output, prompt logprobs)
     """
 
     n: int = 1
@@ -66,43 +66,28 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-        self.stop_token_ids = list(self.stop_token_ids or ())
-        self._check_int("n", 1)
-        self._check_int("top_k", -1)
-        self._check_int("min_tokens", 0)
-        self._check_int("max_tokens", 1, optional=True)
-        self._check_int("logprobs", 0, optional=True)
-        self._check_int("seed", -2**63, 2**63 - 1, optional=True)
-        self._check_float("temperature", 0.0, math.inf)
-        self._check_float("top_p", 0.0, 1.0, low_allowed=False)
-        self._check_float("min_p", 0.0, 1.0)
-        self._check_float("repetition_penalty", 0.0, math.inf, low_allowed=False)
-        self._check_float("presence_penalty", -2.0, 2.0)
-        self._check_float("frequency_penalty", -2.0, 2.0)
+        self.stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        self.stop_token_ids = self.stop_token_ids or []
+        for name, kind, low, high in (
+                ("n", int, 1, math.inf), ("top_k", int, -1, math.inf), ("min_tokens", int, 0, math.inf),
+                ("max_tokens", int, 1, math.inf), ("logprobs", int, 0, math.inf), ("seed", int, -2**63, 2**63 - 1),
+                ("temperature", float, 0, math.inf), ("top_p", float, 0, 1), ("min_p", float, 0, 1),
+                ("repetition_penalty", float, 0, math.inf), ("presence_penalty", float, -2, 2),
+                ("frequency_penalty", float, -2, 2)):
+            value, above = getattr(self, name), name in ("top_p", "repetition_penalty")
+            if value is None and name in ("max_tokens", "logprobs", "seed"):
+                continue
+            good = isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high
+            if not good or value == math.inf or (above and value == low):  # NaN has failed the comparison
+                limits = f"{'above' if above else 'from'} {low}{'' if high == math.inf else f' to {high}'}"
+                raise ValueError(f"{name} must be a {'whole ' if kind is int else ''}number {limits}, got {value!r}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
-        for text in self.stop:  # the empty string is found in every text and would end it at once
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop must hold non-empty strings, got {text!r}")
-        for token_id in self.stop_token_ids:
-            if type(token_id) is not int or token_id < 0:
-                raise ValueError(f"stop_token_ids must hold token ids of at least 0, got {token_id!r}")
-
-    def _check_int(self, name: str, low: int, high: int | None = None, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
-            return
-        if type(value) is not int or value < low or (high is not None and value > high):  # bool is no number here
-            limit = f"of at least {low}" if high is None else f"from {low} to {high}"
-            raise ValueError(f"{name} must be a whole number {limit}, got {value!r}")
-
-    def _check_float(self, name: str, low: float, high: float, low_allowed: bool = True) -> None:
-        value = getattr(self, name)
-        good = type(value) in (int, float) and math.isfinite(value) and low <= value <= high
-        if not good or (value == low and not low_allowed):
-            above = f"at least {low}" if low_allowed else f"above {low}"
-            raise ValueError(f"{name} must be a number {above}{'' if high == math.inf else f' and at most {high}'}, got {value!r}")
+        if not isinstance(self.stop, (list, tuple)) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"stop must be a string or a list of strings, none empty, got {self.stop!r}")
+        ids = self.stop_token_ids
+        if not isinstance(ids, (list, tuple)) or not all(type(i) is int and i >= 0 for i in ids):
+            raise ValueError(f"stop_token_ids must be a list of whole numbers from 0, got {ids!r}")
 
 
 class RequestStatus(enum.Enum):
@@ -117,37 +102,35 @@ class RequestStatus(enum.Enum):
 class Request:
     """One sequence on its way through the engine: what it knows, how much of that is computed, how it ended.
 
-    Example, a prompt of ten tokens t0..t9, after its prefill and one decode: all_token_ids t0..t9 a b, output_token_ids [a, b],
-    num_tokens 12, num_computed_tokens 11. b is sampled and appended, but its K/V are not written yet; the next step feeds b in and
-    writes them. So an alive request always has num_computed_tokens < num_tokens between two steps, and a decode's gap is exactly 1.
+    Example, a prompt of ten tokens t0..t9 after its prefill and one decode: output_token_ids [a, b], all_token_ids
+    t0..t9 a b, num_tokens 12, num_computed_tokens 11. b is sampled and appended, but its K/V are not written yet: the
+    next step feeds b in and writes them. So between two steps num_computed_tokens < num_tokens, and a decode's gap is
+    exactly 1.
 
-    finish_reason: "stop", "length", "abort", "error" or None while alive; stop_reason: the stop token id or stop string that ended it.
-    num_cached_tokens: prompt tokens the prefix cache saved at its first admission. Lower `priority` goes first. Times in seconds on the
-    engine's clock. vLLM: v1/request.py:59 Request
+    finish_reason: "stop", "length", "abort", "error", or None while alive; stop_reason: the token id or string of the
+    stop. num_cached_tokens: prompt tokens the prefix cache saved at the first admission. The lowest `priority` goes
+    first. Times are seconds of the engine's clock. vLLM: v1/request.py:59 Request
     """
 
-    def __init__(self, request_id: str, prompt_token_ids: Iterable[int], sampling_params: SamplingParams, arrival_time: float = 0.0,
-                 priority: int = 0, eos_token_ids: Iterable[int] = frozenset()):
+    def __init__(self, request_id: str, prompt_token_ids: Iterable[int], sampling_params: SamplingParams,
+                 arrival_time: float = 0.0, priority: int = 0, eos_token_ids: Iterable[int] = frozenset()):
         self.request_id, self.sampling_params = request_id, sampling_params
         self.arrival_time, self.priority = arrival_time, priority
         self.prompt_token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
         self.output_token_ids: list[int] = []
         self.all_token_ids = self.prompt_token_ids.copy()
         self.block_hashes: list[bytes] = []  # names of the full blocks, see kv_cache.hash_block_tokens
-        self.num_computed_tokens = 0         # tokens whose K/V are in the cache, or will be once the running step is done
+        self.num_computed_tokens = 0         # tokens whose K/V are in the cache, or will be after the running step
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.eos_token_ids = frozenset() if sampling_params.ignore_eos else frozenset(eos_token_ids)
-        self.first_scheduled_time: float | None = None  # the scheduler has no clock: these three are the engine's to set
+        self.first_scheduled_time: float | None = None  # the scheduler has no clock: the engine sets these three
         self.token_times: list[float] = []
         self.finish_time: float | None = None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -158,31 +141,27 @@ class Request:
         """Known tokens: prompt and output."""
         return len(self.all_token_ids)
 
-    @property
-    def is_finished(self) -> bool:
-        return self.status is RequestStatus.FINISHED
-
     def append_output_token_id(self, token_id: int) -> None:
         """vLLM: v1/request.py:249 Request.append_output_token_ids"""
         self.output_token_ids.append(token_id)
         self.all_token_ids.append(token_id)
 
     def __repr__(self) -> str:
-        return f"Request({self.request_id}, {self.status.value}, computed {self.num_computed_tokens} of {self.num_tokens} tokens)"
+        return f"Request({self.request_id}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} computed)"
 
 
 class RequestRefused(ValueError):
-    """This request can never run, or not now; nothing was kept of it and no other request is touched."""
+    """This request can never run, or not now; nothing is kept of it, and no other request is touched."""
 
 
 @dataclass
 class SchedulerConfig:
-    """The scheduler's options, each the command line's --option of the same name. Raises ValueError when they contradict each other.
+    """The options of the command line by their names. Raises ValueError when they contradict each other.
 
-    max_num_seqs bounds the running requests, max_num_batched_tokens is the budget of a step, max_model_len bounds prompt + output.
-    long_prefill_token_threshold > 0 bounds one request's share of a step. scheduler_reserve_full_isl admits a request only if all its
-    known tokens fit the free blocks. max_num_waiting bounds the waiting queue (None: unbounded), the last defence against overload.
-    vLLM: config/scheduler.py SchedulerConfig; max_num_waiting is ours
+    max_num_seqs bounds the running requests, max_num_batched_tokens is the budget of a step, max_model_len bounds
+    prompt + output, long_prefill_token_threshold > 0 bounds one request's share of a step. scheduler_reserve_full_isl
+    admits a request only if all its known tokens fit the free blocks. max_num_waiting bounds the waiting queue (None:
+    no bound). vLLM: config/scheduler.py SchedulerConfig; max_num_waiting is ours
     """
 
     max_num_seqs: int
@@ -195,64 +174,52 @@ class SchedulerConfig:
     max_num_waiting: int | None = None
 
     def __post_init__(self):
-        def check(good: bool, message: str) -> None:
-            if not good:
-                raise ValueError(message)
-
-        check(self.max_num_seqs >= 1, f"--max-num-seqs is {self.max_num_seqs}, at least 1 request must be able to run")
-        check(self.max_model_len >= 1, f"--max-model-len is {self.max_model_len}, must be at least 1")
-        check(self.max_num_batched_tokens >= self.max_num_seqs, f"--max-num-batched-tokens {self.max_num_batched_tokens} is below "
-              f"--max-num-seqs {self.max_num_seqs}: not every running request could have its one token a step")
-        check(self.enable_chunked_prefill or self.max_num_batched_tokens >= self.max_model_len,
-              f"--no-enable-chunked-prefill needs --max-num-batched-tokens ({self.max_num_batched_tokens}) of at least "
-              f"--max-model-len ({self.max_model_len}): a longer prompt could never be scheduled")
-        check(self.policy in ("fcfs", "priority"), f"--scheduling-policy must be fcfs or priority, got {self.policy!r}")
-        check(self.long_prefill_token_threshold >= 0,
-              f"--long-prefill-token-threshold is {self.long_prefill_token_threshold}, must be at least 0 (0 = off)")
-        check(self.max_num_waiting is None or self.max_num_waiting >= 1,
-              f"--max-num-waiting is {self.max_num_waiting}, at least 1 request must be able to wait")
+        for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_model_len", 1),
+                          ("long_prefill_token_threshold", 0), ("max_num_waiting", 1)):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
+        if self.policy not in ("fcfs", "priority"):
+            raise ValueError(f"--scheduling-policy must be fcfs or priority, got {self.policy!r}")
+        budget = f"--max-num-batched-tokens {self.max_num_batched_tokens} is below"
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(f"{budget} --max-num-seqs {self.max_num_seqs}: not everyone could have one token a step")
+        if self.max_num_batched_tokens < self.max_model_len and not self.enable_chunked_prefill:
+            raise ValueError(f"{budget} --max-model-len {self.max_model_len}: with --no-enable-chunked-prefill a longer "
+                             "prompt could never be scheduled")
 
 
-class FCFSRequestQueue:
-    """The waiting requests, first come first served (先来先服务). An ordered dict by id is a linked list with an index: it adds at both
-    ends, takes from the front and removes from the middle (an abort) in O(1).
+class FCFSRequestQueue(OrderedDict):
+    """The waiting requests by id, first come first served (先来先服务). An ordered dict is a linked list with an index: it
+    adds at both ends, takes from the front and removes from the middle (an abort) in O(1).
 
     Example: a, b, c arrive → a b c; a is admitted → b c; a is preempted → a b c; b is aborted → a c.
     vLLM: v1/core/sched/request_queue.py:75 FCFSRequestQueue (a deque; removal is O(n) there)
     """
 
-    def __init__(self):
-        self._requests: OrderedDict[str, Request] = OrderedDict()
-
     def add_request(self, request: Request) -> None:
-        self._requests[request.request_id] = request
+        self[request.request_id] = request
 
     def prepend_request(self, request: Request) -> None:
-        """A preempted request goes back to the front: it arrived before everybody who is still waiting."""
-        self._requests[request.request_id] = request
-        self._requests.move_to_end(request.request_id, last=False)
+        """A preempted request goes to the front: it arrived before everybody who is still waiting."""
+        self[request.request_id] = request
+        self.move_to_end(request.request_id, last=False)
 
     def peek_request(self) -> Request:
-        return next(iter(self._requests.values()))
+        return next(iter(self.values()))
 
     def remove_request(self, request: Request) -> None:
-        del self._requests[request.request_id]
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self):
-        return iter(self._requests.values())
+        del self[request.request_id]
 
 
 class PriorityRequestQueue:
-    """The waiting requests in a heap on (priority, arrival_time, request_id), lowest first. O(log n) to add, O(1) to look.
+    """The waiting requests in a heap on (priority, arrival_time, request_id), lowest first: O(log n) to add or to take.
 
-    To remove one from inside a heap would mean searching it. Instead the entry stays behind, dead, and is dropped when it comes to the
-    top; `_alive` knows the one valid entry of each id. Once more than half are dead the heap is rebuilt, so a removal costs O(log n) on
-    average and the dead don't pile up.
+    To remove one from inside a heap would mean searching it. Instead the entry stays behind, dead, and is dropped when
+    it comes to the top; `_alive` knows the one valid entry of each id. Once more than half are dead the heap is
+    rebuilt, so a removal costs O(log n) on average and the dead don't pile up.
 
-    Example: a (priority 5), b (1) and c (5, later) wait → b a c; b is admitted → a c; b is preempted → b a c; a is aborted → b c.
+    Example: a (priority 5), b (1), c (5, later) wait → b a c; b is admitted → a c; b is preempted → b a c.
     vLLM: v1/core/sched/request_queue.py:131 PriorityRequestQueue (removal searches and heapifies there)
     """
 
@@ -283,16 +250,16 @@ class PriorityRequestQueue:
     def __len__(self) -> int:
         return len(self._alive)
 
-    def __iter__(self):
-        return (entry[4] for entry in sorted(self._alive.values()))
+    def values(self) -> list[Request]:
+        return [entry[4] for entry in sorted(self._alive.values())]
 
 
 @dataclass
 class SchedulerOutput:
-    """One step's plan. The dicts are in scheduling order; `scheduled_requests` holds the same requests in the same order.
+    """One step's plan; its dicts, and `scheduled_requests`, are in scheduling order.
 
-    Example, the step 1 of the module's opening: num_scheduled_tokens {"A": 2, "B": 3}, num_computed_tokens {"A": 8, "B": 0},
-    num_hit_blocks {"B": 0}, total_num_scheduled_tokens 5. vLLM: v1/core/sched/output.py:193 SchedulerOutput
+    Example, the step 1 of the module's opening: num_scheduled_tokens {"A": 2, "B": 3}, num_computed_tokens {"A": 8,
+    "B": 0}, num_hit_blocks {"B": 0}, total_num_scheduled_tokens 5. vLLM: v1/core/sched/output.py:193 SchedulerOutput
     """
 
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
@@ -309,9 +276,9 @@ class SchedulerOutput:
 def check_stop(request: Request, max_model_len: int) -> bool:
     """Does the token just appended end the request? If so, its finish_reason and stop_reason are set.
 
-    min_tokens holds back EOS and stop tokens, never the length limit: a sequence longer than the model or the pool can hold must not
-    exist. EOS on the very last allowed token is "stop". Stop *strings* are found where text exists, in the front end.
-    vLLM: v1/core/sched/utils.py:94 check_stop (there min_tokens holds back the length limit too)
+    min_tokens holds back EOS and stop tokens, never the length: a sequence longer than the model or the pool can hold
+    must not exist. EOS on the last allowed token is "stop". Stop *strings* are found where text is, in the front end.
+    vLLM: v1/core/sched/utils.py:94 check_stop (there min_tokens holds back the length too)
     """
     params, token_id = request.sampling_params, request.output_token_ids[-1]
     num_output_tokens = len(request.output_token_ids)
@@ -331,12 +298,12 @@ def check_stop(request: Request, max_model_len: int) -> bool:
 class Scheduler:
     """Decides every step who computes how many tokens, and keeps the life of each request.
 
-    The caller repeats: schedule(), run that step on the model, update_from_output(). add_request and abort_request may come at any
-    time in between; a step that was scheduled must be run, even if one of its requests was aborted meanwhile, since others may
-    already count on the K/V it writes.
+    The caller repeats: schedule(), run that step on the model, update_from_output(). add_request and abort_request may
+    come at any time in between; a step that was scheduled must be run, even if one of its requests was aborted
+    meanwhile, since others may already count on the K/V it writes.
 
-    One limit bounds every sequence: `max_model_len`, or what the whole pool can hold if that is less. So a request that is alone can
-    always grow to its end, and that end is a clear finish_reason "length"; vLLM instead refuses to start with such a pool.
+    One limit bounds every sequence: `max_model_len`, or what the whole pool can hold if that is less. So a request that
+    is alone can always grow to its end, and ends with "length"; vLLM refuses to start with so small a pool instead.
     vLLM: v1/core/sched/scheduler.py:69 Scheduler
     """
 
@@ -349,45 +316,42 @@ class Scheduler:
         self.max_model_len = min(config.max_model_len, self.pool_limit)
         self.max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
 
-    # --- requests come and go ---
-
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises RequestRefused, and keeps nothing, if it can never run or the waiting queue is full.
 
-        A prompt must leave room for at least one token: num_prompt_tokens < max_model_len, and < the slots of the whole pool. With
-        chunking off the budget is no further limit, because SchedulerConfig demands a budget of at least max_model_len then.
-        max_num_waiting counts whoever is in the waiting queue, preempted requests too; those are never turned away themselves.
-        vLLM: v1/core/sched/scheduler.py:2213 Scheduler.add_request; lengths: v1/engine/input_processor.py:396 InputProcessor._validate_prompt_len
+        A prompt must leave room for one token: num_prompt_tokens < max_model_len, and < the slots of the whole pool.
+        Without chunking no check against the budget is missing: SchedulerConfig keeps it >= max_model_len then.
+        max_num_waiting counts preempted requests too, but those are never turned away.
+        vLLM: v1/core/sched/scheduler.py:2213 Scheduler.add_request,
+        v1/engine/input_processor.py:396 InputProcessor._validate_prompt_len
         """
         request_id, num_tokens, config = request.request_id, request.num_prompt_tokens, self.config
         if request_id in self.requests:
             raise RequestRefused(f"request id {request_id!r} is already in use by a request that has not ended")
         if num_tokens == 0:
-            raise RequestRefused(f"the prompt of {request_id!r} is empty: there is no token to predict the next one from")
+            raise RequestRefused(f"the prompt of {request_id!r} is empty: no token to predict the next one from")
         if num_tokens >= config.max_model_len:
-            raise RequestRefused(f"the prompt of {request_id!r} has {num_tokens} tokens and the limit for prompt and output together "
-                                 f"is {config.max_model_len}, so not one token can be generated (--max-model-len)")
+            raise RequestRefused(f"the prompt of {request_id!r} has {num_tokens} tokens and, with the output, may have "
+                                 f"{config.max_model_len}, so not one could be generated (--max-model-len)")
         if num_tokens >= self.pool_limit:
-            raise RequestRefused(f"the prompt of {request_id!r} has {num_tokens} tokens and the whole KV pool holds {self.pool_limit} "
-                                 f"({self.kv_cache_manager.num_usable_blocks} blocks of {self.kv_cache_manager.block_size}), "
-                                 "so it could never run (--num-kv-blocks, --gpu-memory-utilization)")
+            raise RequestRefused(f"the prompt of {request_id!r} has {num_tokens} tokens and the whole KV pool has room "
+                                 f"for {self.pool_limit}, so not one could be generated (--num-kv-blocks)")
         if config.max_num_waiting is not None and len(self.waiting) >= config.max_num_waiting:
-            raise RequestRefused(f"{len(self.waiting)} requests are waiting already and the limit is {config.max_num_waiting}; "
-                                 f"{request_id!r} may be sent again later (--max-num-waiting)")
+            raise RequestRefused(f"{len(self.waiting)} requests are waiting and the limit is {config.max_num_waiting}, "
+                                 f"so {request_id!r} has to come again later (--max-num-waiting)")
         self.kv_cache_manager.update_block_hashes(request)
         self.requests[request_id] = request
         self.waiting.add_request(request)
 
     def abort_request(self, request_id: str) -> Request | None:
-        """End a request at once, whatever it is doing; unknown and finished ids are ignored, so aborting twice is harmless."""
+        """End a request at once, in whatever state. Unknown and finished ids are ignored: aborting twice does no
+        harm."""
         return self.finish_request(request_id, "abort")
 
-    def finish_request(self, request_id: str, finish_reason: str, stop_reason: int | str | None = None) -> Request | None:
-        """End a request from outside: the front end found a stop string ("stop"), the client left ("abort"), its step failed ("error").
-
-        Returns the request, or None if it isn't alive. Between schedule() and update_from_output() this is fine too: the step's
-        token for it is then dropped. vLLM: v1/core/sched/scheduler.py:2237 Scheduler.finish_requests
-        """
+    def finish_request(self, request_id: str, finish_reason: str, stop_reason: int | str | None = None):
+        """End a request from outside: the front end found a stop string ("stop"), the client left ("abort"), its step
+        failed ("error"). Returns it, or None if it isn't alive. While a step runs, that step's token for it is dropped.
+        vLLM: v1/core/sched/scheduler.py:2237 Scheduler.finish_requests"""
         request = self.requests.get(request_id)
         if request is None:
             return None
@@ -400,8 +364,8 @@ class Scheduler:
         return request
 
     def _free_request(self, request: Request) -> None:
-        """The one place where a request ends, so that its blocks are released once. It has left `running` or `waiting` already.
-        vLLM: v1/core/sched/scheduler.py:2300 Scheduler._free_request"""
+        """The one place where a request ends, so its blocks are released once. vLLM:
+        v1/core/sched/scheduler.py:2300 Scheduler._free_request"""
         request.status = RequestStatus.FINISHED
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
@@ -409,20 +373,18 @@ class Scheduler:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
-    # --- one step ---
-
     def schedule(self) -> SchedulerOutput:
         """Plan one step: first those who run, then, with the budget that is left, those who wait.
 
-        After a preemption nobody is admitted in this step. The pool is exhausted; a newcomer would take the very blocks that the
-        preemption has just set free, and the next step would preempt again.
+        After a preemption nobody is admitted in this step. The pool is exhausted; a newcomer would take the very blocks
+        that the preemption has just set free, and the next step would preempt again.
         vLLM: v1/core/sched/scheduler.py:439 Scheduler.schedule
         """
         output = SchedulerOutput()
         token_budget = self._schedule_running(output, self.config.max_num_batched_tokens)
         if not output.preempted_req_ids:
             token_budget = self._schedule_waiting(output, token_budget)
-        # The tokens count as computed from here on, although the model has yet to run: what is planned next builds on this step.
+        # From here on they count as computed, although the model has yet to run: the next plan builds on this one.
         for request, num_new_tokens in zip(output.scheduled_requests, output.num_scheduled_tokens.values()):
             request.num_computed_tokens += num_new_tokens
         output.total_num_scheduled_tokens = self.config.max_num_batched_tokens - token_budget
@@ -431,10 +393,8 @@ class Scheduler:
         return output
 
     def _schedule_running(self, output: SchedulerOutput, token_budget: int) -> int:
-        """Loop 1. Returns the budget that is left.
-
-        No budget is set aside for decodes. They go before a long prefill only because they were admitted, and so stand, before it.
-        """
+        """Loop 1. Returns the budget that is left. No budget is set aside for decodes: they go before a long prefill
+        only because they were admitted, and so stand, before it."""
         running, scheduled, computed = self.running, output.num_scheduled_tokens, output.num_computed_tokens
         allocate_slots = self.kv_cache_manager.allocate_slots
         index = 0
@@ -443,14 +403,14 @@ class Scheduler:
             num_new_tokens = min(len(request.all_token_ids) - request.num_computed_tokens, self.max_chunk, token_budget)
             while not allocate_slots(request, num_new_tokens):
                 victim = self._pop_victim()
-                if victim.request_id in scheduled:  # by priority, someone served a moment ago: give its share of the step back
+                if victim.request_id in scheduled:  # served a moment ago (by priority only): its share is given back
                     token_budget += scheduled.pop(victim.request_id)
                     del computed[victim.request_id]
                     output.scheduled_requests.remove(victim)
                     index -= 1
                 self._preempt_request(victim)
                 output.preempted_req_ids.append(victim.request_id)
-                if victim is request:  # nobody ranks below the asker, so nobody is left to ask: it stood last, the loop is over
+                if victim is request:  # everybody left ranks above the asker, so it has to wait, and the loop is over
                     return token_budget
             scheduled[request.request_id] = num_new_tokens
             computed[request.request_id] = request.num_computed_tokens
@@ -460,14 +420,12 @@ class Scheduler:
         return token_budget
 
     def _schedule_waiting(self, output: SchedulerOutput, token_budget: int) -> int:
-        """Loop 2: admission (准入). Returns the budget that is left.
-
-        It stops at the first request that doesn't fit. Nobody overtakes, however small: else a large request might wait for ever.
-        """
+        """Loop 2: admission (准入). Returns the budget that is left. It stops at the first request that doesn't fit.
+        Nobody overtakes, however small: else a large request might wait for ever."""
         manager, config = self.kv_cache_manager, self.config
         while self.waiting and token_budget > 0 and len(self.running) < config.max_num_seqs:
             request = self.waiting.peek_request()
-            # First look up what is cached, then count what is left: a preempted request often finds its own blocks untouched.
+            # Look up first, then count what is left to do: a preempted request often finds its own blocks untouched.
             hit_blocks = manager.get_computed_blocks(request)
             num_computed = len(hit_blocks) * manager.block_size
             num_new_tokens = min(request.num_tokens - num_computed, self.max_chunk)
@@ -479,8 +437,7 @@ class Scheduler:
                 break
             self.waiting.remove_request(request)
             self.running.append(request)
-            request.status = RequestStatus.RUNNING
-            request.num_computed_tokens = num_computed
+            request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_computed
             if request.num_preemptions == 0:
                 request.num_cached_tokens = num_computed
             output.num_scheduled_tokens[request.request_id] = num_new_tokens
@@ -491,8 +448,8 @@ class Scheduler:
         return token_budget
 
     def _pop_victim(self) -> Request:
-        """Take the running request that matters least out of `running`: the last admitted, or by priority the worst, then the youngest.
-        The oldest, or the most urgent, is thus never preempted by anybody else and gets on: the whole makes progress in every step."""
+        """Take out of `running` who matters least: the last admitted, or by priority the lowest, then the youngest. So
+        the oldest, or most urgent, is preempted by nobody and gets on: every step makes progress."""
         if self.config.policy == "fcfs":
             return self.running.pop()
         victim = max(self.running, key=lambda request: (request.priority, request.arrival_time))
@@ -500,12 +457,11 @@ class Scheduler:
         return victim
 
     def _preempt_request(self, request: Request) -> None:
-        """Send a request, already out of `running`, back to the front of the queue. Its tokens and block names stay; its K/V are given up.
-
-        Its return is an ordinary prefill over prompt *and* output, whose last position yields the next output token.
-        vLLM: v1/core/sched/scheduler.py:1274 Scheduler._preempt_request
+        """Send a request, already out of `running`, back to the front of the queue. Its tokens and block names stay,
+        its K/V are given up. It returns with an ordinary prefill over prompt *and* output, whose last position yields
+        the next output token. vLLM: v1/core/sched/scheduler.py:1274 Scheduler._preempt_request
         """
-        self.kv_cache_manager.free(request)  # still with its old count: free() has to know which blocks were really written
+        self.kv_cache_manager.free(request)  # before the count is reset: it tells free() which blocks were written
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
@@ -513,17 +469,14 @@ class Scheduler:
 
     def update_from_output(self, scheduler_output: SchedulerOutput, sampled_token_ids: dict[str, int]) -> list[Request]:
         """Take in what the model sampled; returns those who finished, in scheduling order, their blocks already free.
-
-        `sampled_token_ids` must hold a token for each scheduled request that reached the end of its known tokens (KeyError if not).
-        A prefill chunk that stops short of the end predicts a token that is known already, so a token for it is ignored.
+        `sampled_token_ids` must hold a token for each scheduled request that reached the end of its known tokens, or
+        KeyError. A chunk that stops short of the end predicts a token that is known already: a token for it is ignored.
         vLLM: v1/core/sched/scheduler.py:1670 Scheduler.update_from_output
         """
         finished = []
         for request in scheduler_output.scheduled_requests:
-            if request.status is not RequestStatus.RUNNING:  # ended from outside while the step ran
-                continue
-            if request.num_computed_tokens < len(request.all_token_ids):
-                continue
+            if request.status is not RequestStatus.RUNNING or request.num_computed_tokens < request.num_tokens:
+                continue  # ended from outside while the step ran, or a chunk that stops short of the end
             request.append_output_token_id(sampled_token_ids[request.request_id])
             self.kv_cache_manager.update_block_hashes(request)
             if check_stop(request, self.max_model_len):
@@ -535,19 +488,20 @@ class Scheduler:
 
     def make_record(self, step: int, output: SchedulerOutput, sampled: dict[str, int], time: float, duration: float,
                     finished: list[str]) -> StepRecord:
-        """The step as a record, once it has run. `finished`: the ids that ended in it; `time` and `duration` in seconds."""
+        """The step as a record, once it has run. `finished`: the ids that ended in it; times in seconds."""
         requests = [RequestStep(request.request_id, output.num_computed_tokens[request.request_id], num_new_tokens,
                                 output.num_hit_blocks.get(request.request_id, 0), sampled.get(request.request_id),
                                 request.num_prompt_tokens)
                     for request, num_new_tokens in zip(output.scheduled_requests, output.num_scheduled_tokens.values())]
-        return StepRecord(step, time, duration, requests, self.config.max_num_batched_tokens, output.total_num_scheduled_tokens,
-                          output.num_running, output.num_waiting, list(output.preempted_req_ids), output.num_free_blocks,
+        return StepRecord(step, time, duration, requests, self.config.max_num_batched_tokens,
+                          output.total_num_scheduled_tokens, output.num_running, output.num_waiting,
+                          list(output.preempted_req_ids), output.num_free_blocks,
                           self.kv_cache_manager.num_usable_blocks, list(finished))
 
 
 @dataclass
 class RequestStep:
-    """One request's part in one step: tokens computed before it, scheduled in it, blocks hit if it was admitted in it, token sampled."""
+    """One request's part in a step: tokens computed before it and scheduled in it, blocks hit, token sampled."""
 
     request_id: str
     computed: int
@@ -559,11 +513,9 @@ class RequestStep:
 
 @dataclass
 class StepRecord:
-    """All that a step did, in plain values (`dataclasses.asdict` is JSON). Tables, pictures and traces are drawn from these alone.
-
-    `time` is the start and `duration` the length, in seconds; `running`, `waiting` and `free_blocks` are as planning left them;
-    `total_blocks` doesn't count the null block.
-    """
+    """All that a step did, in plain values (`dataclasses.asdict` is JSON). Tables, pictures and traces draw on it
+    alone. `time` (start) and `duration` in seconds; `running`, `waiting`, `free_blocks` as planning left them;
+    `total_blocks` without the null block."""
 
     step: int
     time: float
@@ -580,28 +532,23 @@ class StepRecord:
 
 
 def check_invariants(scheduler: Scheduler, output: SchedulerOutput | None = None) -> None:
-    """Prove that the accounts agree, or raise AssertionError saying what is off. Call it between any two calls of the scheduler;
-    right after schedule() give it the output too, to check the step itself. Cost: O(pool + requests)."""
-    running, waiting = scheduler.running, list(scheduler.waiting)
-    manager, config = scheduler.kv_cache_manager, scheduler.config
-    manager.check_invariants()
+    """Prove that the accounts agree, or raise AssertionError saying what is off. Call it between any two calls of the
+    scheduler; right after schedule() give it the output too, to check the step itself. Cost: O(pool + requests)."""
+    running, waiting, config = scheduler.running, list(scheduler.waiting.values()), scheduler.config
+    scheduler.kv_cache_manager.check_invariants(scheduler.requests)
     assert len(running) <= config.max_num_seqs, f"{len(running)} requests run, --max-num-seqs is {config.max_num_seqs}"
     assert len(waiting) == len(scheduler.waiting), "the waiting queue miscounts"
     assert len(running) + len(waiting) == len(scheduler.requests), "someone is both running and waiting, or neither"
+    running_ids = {request.request_id for request in running}
     for request in running + waiting:
-        is_running, table = request in running, manager.get_block_ids(request.request_id)
         assert scheduler.requests.get(request.request_id) is request, f"{request} is not known to the scheduler"
-        assert (request.status is RequestStatus.RUNNING) == is_running, f"{request} is in the wrong queue"
-        assert request.num_computed_tokens <= request.num_tokens < scheduler.max_model_len, f"{request} is beyond its limit"
-        assert request.num_tokens == request.num_prompt_tokens + request.num_output_tokens, f"{request} lost a token"
-        assert len(table) == -(-request.num_computed_tokens // manager.block_size), f"{request} holds {len(table)} blocks"
-        for block_id, block_hash in zip(table, request.block_hashes):
-            name = manager.block_pool.blocks[block_id].block_hash
-            assert name is None or name == block_hash, f"{request}: block {block_id} carries another text's name"
-    assert manager.req_to_block_ids.keys() <= scheduler.requests.keys(), "a request that has ended still holds blocks"
+        is_running = request.status is RequestStatus.RUNNING
+        assert is_running == (request.request_id in running_ids), f"{request} is in the wrong queue"
+        assert request.num_tokens < scheduler.max_model_len, f"{request} is past its limit and still alive"
+        assert request.all_token_ids == request.prompt_token_ids + request.output_token_ids, f"{request} lost a token"
     if output is not None:
-        used = sum(output.num_scheduled_tokens.values())
-        assert used == output.total_num_scheduled_tokens <= config.max_num_batched_tokens, f"{used} tokens break the budget"
-        assert [r.request_id for r in output.scheduled_requests] == list(output.num_scheduled_tokens), "the plan disagrees with itself"
-        assert all(request in running for request in output.scheduled_requests), "someone is scheduled but not running"
+        used, limit = sum(output.num_scheduled_tokens.values()), config.max_num_batched_tokens
+        assert used == output.total_num_scheduled_tokens <= limit, f"{used} tokens are scheduled, the budget is {limit}"
+        assert [r.request_id for r in output.scheduled_requests] == list(output.num_scheduled_tokens), "two plans"
+        assert output.num_scheduled_tokens.keys() <= running_ids, "someone is scheduled but not running"
         assert min(output.num_scheduled_tokens.values(), default=1) >= 1, "someone is scheduled without a token"
