@@ -185,8 +185,8 @@ class SchedulerConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(f"{budget} --max-num-seqs {self.max_num_seqs}: not everyone could have one token a step")
         if self.max_num_batched_tokens < self.max_model_len and not self.enable_chunked_prefill:
-            raise ValueError(f"{budget} --max-model-len {self.max_model_len}: with --no-enable-chunked-prefill a longer "
-                             "prompt could never be scheduled")
+            raise ValueError(f"{budget} --max-model-len {self.max_model_len}: a longer prompt could never be "
+                             "scheduled with --no-enable-chunked-prefill")
 
 
 class FCFSRequestQueue(OrderedDict):
@@ -282,17 +282,14 @@ def check_stop(request: Request, max_model_len: int) -> bool:
     """
     params, token_id = request.sampling_params, request.output_token_ids[-1]
     num_output_tokens = len(request.output_token_ids)
-    if num_output_tokens >= params.min_tokens:
-        if token_id in request.eos_token_ids:
-            request.finish_reason = "stop"
-            return True
-        if token_id in params.stop_token_ids:
-            request.finish_reason, request.stop_reason = "stop", token_id
-            return True
-    if request.num_tokens >= max_model_len or num_output_tokens == params.max_tokens:
+    may_stop = num_output_tokens >= params.min_tokens
+    if may_stop and token_id in request.eos_token_ids:
+        request.finish_reason = "stop"
+    elif may_stop and token_id in params.stop_token_ids:
+        request.finish_reason, request.stop_reason = "stop", token_id
+    elif request.num_tokens >= max_model_len or num_output_tokens == params.max_tokens:
         request.finish_reason = "length"
-        return True
-    return False
+    return request.finish_reason is not None
 
 
 class Scheduler:
@@ -322,8 +319,7 @@ class Scheduler:
         A prompt must leave room for one token: num_prompt_tokens < max_model_len, and < the slots of the whole pool.
         Without chunking no check against the budget is missing: SchedulerConfig keeps it >= max_model_len then.
         max_num_waiting counts preempted requests too, but those are never turned away.
-        vLLM: v1/core/sched/scheduler.py:2213 Scheduler.add_request,
-        v1/engine/input_processor.py:396 InputProcessor._validate_prompt_len
+        vLLM: v1/core/sched/scheduler.py:2213 Scheduler.add_request; for lengths v1/engine/input_processor.py:396
         """
         request_id, num_tokens, config = request.request_id, request.num_prompt_tokens, self.config
         if request_id in self.requests:
