@@ -424,8 +424,9 @@ class KVCache:
 
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)  # [L, num_blocks, block_size, Hkv, d]
-        self.v = torch.zeros(shape, dtype=dtype, device=device)  # [L, num_blocks, block_size, Hkv, d]
+        # Not zeroed: a slot is written before it is read, always, and 1 GiB of zeros would cost a second at every start.
+        self.k = torch.empty(shape, dtype=dtype, device=device)  # [L, num_blocks, block_size, Hkv, d]
+        self.v = torch.empty(shape, dtype=dtype, device=device)  # [L, num_blocks, block_size, Hkv, d]
 
     @property
     def nbytes(self) -> int:
