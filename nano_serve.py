@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import random
 import sys
 import time
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 
 from kv_cache import KVCache, KVCacheManager
-from model import (DTYPES, ForwardBatch, LlamaConfig, auto_dtype, find_checkpoint, sample, top_logprobs)
+from model import (DTYPES, ForwardBatch, LlamaConfig, auto_dtype, find_checkpoint, param_shapes, sample, top_logprobs)
 from scheduler import Request, RequestRefused, SamplingParams, Scheduler, SchedulerConfig, StepRecord, check_invariants
 from text import Detokenizer, TextCodec
 from worker import WorkerError, format_shard_report, make_executor, shard_report
@@ -50,6 +51,7 @@ class EngineArgs:
     max_num_batched_tokens: int = option(2048, "token budget (Token 预算) of a step")
     block_size: int = option(16, "tokens a KV block")
     num_kv_blocks: int | None = option(None, "size of the KV pool in blocks, the null block counted")
+    threads: int | None = option(None, "CPU threads of a rank; default: torch's choice, 1 for models under 20 million parameters")
     kv_cache_memory: int = option(1 << 30, "bytes of the KV pool of a rank on a CPU, if --num-kv-blocks is not given")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights and KV pool")
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
@@ -149,6 +151,10 @@ class LLMEngine:
         num_blocks = args.num_kv_blocks or (args.kv_cache_memory // block_bytes if device == "cpu" else None)
         if num_blocks is not None:
             self.scheduler = self._make_scheduler(num_blocks)
+        # A small matrix is done before a second thread has woken up, and where the cores are shared the two wait for each other.
+        small = sum(math.prod(shape) for shape in param_shapes(self.config).values()) < 20e6
+        if device == "cpu" and (args.threads or small):
+            torch.set_num_threads(args.threads or 1)
         self.executor = make_executor(folder, dtype, device, args.attention_backend, args.tensor_parallel_size)
         if num_blocks is None:       # on a GPU: what the weights leave of the share that was asked for
             free, total = torch.cuda.mem_get_info()
