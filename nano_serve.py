@@ -514,16 +514,16 @@ def answer_all(llm, jobs, args, files, console):
     try:
         with screen:
             for index, output in llm.stream(prompts, params):
-                screen.update(index, output)
-                if output.finished:
-                    done.append(output)
-                    failed += output.error is not None
-                    files.write("output", answer_record(index, questions[index], output))
                 for record in llm.engine.records[written:]:
                     written += 1
                     files.write("records", dataclasses.asdict(record))
                     if args.steps:
                         console.print(step_line(record), markup=False, highlight=False, soft_wrap=True)
+                screen.update(index, output)
+                if output.finished:
+                    done.append(output)
+                    failed += output.error is not None
+                    files.write("output", answer_record(index, questions[index], output))
     except KeyboardInterrupt:
         code = 130
     good = [o for o in done if o.error is None]
