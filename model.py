@@ -243,7 +243,7 @@ class ForwardBatch:
 class Llama(nn.Module):
     """Rank `tp_rank` of the model.  vLLM: model_executor/models/llama.py:446 LlamaForCausalLM
 
-    comm: has `all_reduce(x)` (sum over ranks, returns it) and `all_gather(x)` (ranks side by side in the last dimension);
+    comm: has `all_reduce(x)` (sum over ranks, returns it) and `gather(x)` (on rank 0 all ranks side by side in the last dimension);
     None where tp_size is 1. Its parameters are those of `param_shapes`, uninitialised until `load_model` fills them.
     """
 
@@ -314,9 +314,9 @@ class Llama(nn.Module):
         return x if self.tp_size == 1 else self.comm.all_reduce(x)
 
     def logits(self, x):
-        """x [S', D]  →  [S', V]: each rank has the logits of its own vocabulary rows; side by side they are all."""
+        """x [S', D]  →  [S', V] on rank 0, which samples: its own vocabulary rows beside those of the other ranks."""
         logits = F.linear(x, self.lm_head.weight)                                    # [S', V/size]
-        return logits if self.tp_size == 1 else self.comm.all_gather(logits)[:, :self.config.vocab_size]
+        return logits if self.tp_size == 1 else self.comm.gather(logits)[:, :self.config.vocab_size]
 
     def rope_cos_sin(self, positions):
         """positions [T]  →  cos and sin [T, d/2], fp32: in bf16 the angles of positions 1000 and 1001 would be equal."""

@@ -1,16 +1,50 @@
-"""Who computes (chapter 7): a worker is weights + its KV shard + "receive a ForwardBatch, run it".
+"""Who computes (chapter 7): a worker is weights + its KV shard + "receive a ForwardBatch, run it"; and how workers talk.
 
-Mirrors   vLLM: v1/worker/gpu_worker.py, v1/executor/multiproc_executor.py
-Promises  one `execute(batch) -> logits`, whatever the tensor-parallel size.
+Mirrors   vLLM: v1/executor/multiproc_executor.py:103 MultiprocExecutor, v1/worker/gpu_worker.py:128 Worker
+          vLLM: distributed/device_communicators/shm_broadcast.py:465 MessageQueue, distributed/parallel_state.py:380 GroupCoordinator
+Promises  one `execute(batch) -> logits` whatever the tensor-parallel size. A rank that dies or raises ends the run within
+          seconds with a WorkerError that names it; no process outlives its driver.
+Leaves out more than one host; pipeline, data and expert parallelism; CUDA graphs around the collectives; a time limit for a rank
+          that neither dies nor answers (vLLM: 300 s).
+Order     1 Worker: one rank.  2 SharedMemoryComm: what an all-reduce is.  3 ProcessGroupComm: the same by NCCL or gloo.
+          4 worker_main: the life of ranks 1 … N-1.  5 TensorParallelExecutor: rank 0, which lives in the driver's process.
+          6 shard_report: what each rank holds.
+
+Collectives (集合通信) are calls that every rank makes, in the same order, each with its own part of the data. A step makes
+2 a layer, 1 for the embedding and 1 for the logits; one more message, the batch itself, goes from rank 0 to the others.
 """
+import ctypes
+import math
+import os
+import platform
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import weakref
+from datetime import timedelta
+from pathlib import Path
+
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 
 from kv_cache import KVCache
-from model import load_model
+from model import DTYPES, ForwardBatch, LlamaConfig, load_model, padded_vocab, param_shapes
 
+
+class WorkerError(RuntimeError):
+    """A rank died or failed; the message says which and why. The executor is closed: build a new one."""
+
+
+# -- 1. One rank ------------------------------------------------------------------------------------------------------
 
 class Worker:
-    """Rank `rank` of `size`: its slice of the weights and of the KV cache."""
+    """Rank `rank` of `size`: its slice of the weights and of the KV cache. With size 1 it is the whole executor.
+
+    vLLM: v1/worker/gpu_worker.py:128 Worker; left out: memory profiling, sleep mode, LoRA, weight updates.
+    """
 
     def __init__(self, folder, dtype, device="cpu", attention_backend="auto", rank=0, size=1, comm=None):
         self.device = device
@@ -25,14 +59,396 @@ class Worker:
 
     @torch.inference_mode()
     def execute(self, batch):
-        """batch: a ForwardBatch on this worker's device  →  logits [S', V]."""
+        """batch: a ForwardBatch on this worker's device  →  logits [S', V]; on ranks other than 0 unspecified."""
         return self.model(batch, self.kv_cache)
 
     def close(self):
         self.model = self.kv_cache = None
 
 
+# -- 2. Collectives in shared memory ----------------------------------------------------------------------------------
+
+YIELD = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+class SharedMemoryComm:
+    """All-reduce, gather and broadcast among processes of one machine, through memory that all of them map.
+
+    Each rank has a *slot* it alone writes and a *counter* it alone advances. To exchange: write your part into your slot,
+    count up, wait until the others have counted as far, read their slots. Example, two ranks, the third exchange:
+
+        rank 0: slot[1][0] = its part; counter[0] = 3;  waits for counter[1] >= 3;  reads slot[1][0] + slot[1][1]
+        rank 1: slot[1][1] = its part; counter[1] = 3;  waits for counter[0] >= 3;  reads slot[1][0] + slot[1][1]
+
+    There are two sets of slots, taken in turn (generation g uses set g % 2), and that is all it takes to be right under any
+    interleaving: counter[r] >= g-1 says that r is past generation g-2, so nobody still reads the set that g overwrites.
+    What is larger than a slot goes in pieces. The sum is taken over ranks in order, on every rank: same bits everywhere, every time.
+
+    Memory order. The counter must not become visible before the slot, nor the slot be read before the counter. x86 keeps
+    stores in order and loads in order, and the interpreter makes each access a call of its own, so plain ones do. ARM
+    promises neither, so there each counter is read and written under its semaphore (`locks`), for which POSIX promises that
+    whoever takes it sees what was written before it was released. vLLM: shm_broadcast.py memory_fence, by a lock as well.
+
+    Waiting gives the core away each time it looks (`sched_yield`), since there may be more ranks than cores; after SPINS
+    looks it sleeps, longer and longer, so that an idle engine costs nothing to speak of. `watch()` is called in between
+    and raises when there is nothing left to wait for: that bounds every wait.
+    vLLM: distributed/device_communicators/cpu_communicator.py:234 _CPUSHMDistributed (C++), and for the broadcast
+    distributed/device_communicators/shm_broadcast.py:465 MessageQueue, which pickles and has a ring of many slots.
+    """
+
+    SLOT = 1 << 19                       # bytes
+    PAGE = 4096                          # one page of counters and flag, then one a rank for its error text, then the slots
+    SPINS, NAP, LONGEST_NAP = 1000, 50e-6, 5e-3
+
+    @classmethod
+    def new_area(cls, size):
+        """The zeroed memory for `size` ranks; a child gets it by inheritance (fork) or as a file descriptor (spawn)."""
+        return torch.zeros(cls.PAGE * (1 + size) + 2 * size * cls.SLOT, dtype=torch.uint8).share_memory_()
+
+    def __init__(self, area, rank, size, watch, locks=None):
+        self.area, self.rank, self.size, self.watch, self.locks = area, rank, size, watch, locks
+        # int64 [size + 1]: the counters, then the flag: 0 runs, -1 closing, r + 1 rank r has failed
+        self.flags = memoryview((ctypes.c_int64 * (size + 1)).from_address(area.data_ptr())).cast("B").cast("q")
+        self.slots = area[self.PAGE * (1 + size):].view(2, size, self.SLOT)
+        self.seen = [0] * size                                       # the counters as last read
+        self.generation = self.num_collectives = 0
+
+    def all_reduce(self, x):
+        """x, contiguous, of the same shape on every rank  →  x, now the sum over the ranks."""
+        self.num_collectives += 1
+        for piece, slots in self._pieces(x):
+            self._post(slots[self.rank], piece)
+            self._wait(range(self.size), self.generation)
+            torch.sum(slots, 0, out=piece)                           # [size, n] → [n]
+        return x
+
+    def gather(self, x):
+        """x [S', n] on every rank  →  on rank 0 [S', size * n], the ranks side by side; on the others x."""
+        self.num_collectives += 1
+        parts = x.new_empty(self.size, x.numel()) if self.rank == 0 else None
+        done = 0
+        for piece, slots in self._pieces(x):
+            self._post(slots[self.rank], piece)
+            if self.rank == 0:
+                self._wait(range(self.size), self.generation)
+                parts[:, done:done + len(piece)] = slots             # [size, n of this piece]
+                done += len(piece)
+        return x if parts is None else parts.view(self.size, *x.shape).transpose(0, 1).flatten(1)
+
+    def broadcast(self, message=None):
+        """Rank 0 passes int64 numbers [n], the others nothing  →  the numbers, on every rank."""
+        header = torch.tensor([len(message)]) if self.rank == 0 else torch.empty(1, dtype=torch.int64)
+        for part in (header, message):
+            if part is None:
+                part = message = torch.empty(int(header), dtype=torch.int64)
+            for piece, slots in self._pieces(part):
+                if self.rank == 0:
+                    self._post(slots[0], piece)
+                else:
+                    self._wait((0,), self.generation)
+                    piece.copy_(slots[0])
+                    self._count_up()
+        return message
+
+    def barrier(self):
+        """Return when all ranks have come here."""
+        self.all_reduce(torch.zeros(1))
+        self.num_collectives -= 1                                    # not one that the model asked for
+
+    def fail(self, text):
+        """Tell everybody that this rank is done for, and why."""
+        page = self.area[self.PAGE * (1 + self.rank):][:self.PAGE]
+        text = text.encode(errors="replace")[-self.PAGE + 1:] + b"\0"
+        page[:len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.flags[self.size] = self.rank + 1
+
+    def error_of(self, rank):
+        return bytes(self.area[self.PAGE * (1 + rank):][:self.PAGE].tolist()).split(b"\0")[0].decode(errors="replace")
+
+    def _pieces(self, x):
+        """Cut x into pieces [n] that fit a slot, each with all ranks' slots [size, n] of a new generation."""
+        flat, slots = x.view(-1), self.slots.view(x.dtype)           # [2, size, elements of a slot]
+        for start in range(0, len(flat), slots.shape[2]):
+            piece = flat[start:start + slots.shape[2]]
+            self.generation += 1
+            yield piece, slots[self.generation % 2, :, :len(piece)]
+
+    def _post(self, slot, piece):
+        self._wait(range(self.size), self.generation - 1)            # an all-reduce has seen to that; a gather has not
+        slot.copy_(piece)
+        self._count_up()
+
+    def _count_up(self):
+        if self.locks is None:
+            self.flags[self.rank] = self.generation
+        else:
+            spins = 0
+            while not self.locks[self.rank].acquire(block=False):    # a reader may die with it in hand: never block
+                spins = self._pause(spins)
+            self.flags[self.rank] = self.generation
+            self.locks[self.rank].release()
+        self.seen[self.rank] = self.generation
+
+    def _wait(self, ranks, generation):
+        """Return when each of `ranks` has posted `generation`."""
+        for rank in ranks:
+            spins = 0
+            while self.seen[rank] < generation:
+                if self.locks is None:
+                    self.seen[rank] = self.flags[rank]
+                elif self.locks[rank].acquire(block=False):
+                    self.seen[rank] = self.flags[rank]
+                    self.locks[rank].release()
+                if self.seen[rank] < generation:
+                    spins = self._pause(spins)
+
+    def _pause(self, spins):
+        if spins % 64 == 0 or self.flags[self.size]:
+            self.watch()
+        if spins < self.SPINS:
+            YIELD()
+        else:
+            time.sleep(min((spins - self.SPINS + 1) * self.NAP, self.LONGEST_NAP))
+        return spins + 1
+
+
+# -- 3. Collectives by NCCL or gloo -----------------------------------------------------------------------------------
+
+class ProcessGroupComm:
+    """The same calls by torch's own collectives: NCCL between GPUs; gloo is the reference that tests compare with.
+
+    The ranks find each other through a file. The group is no global one, so that a process may hold several engines.
+    vLLM: distributed/device_communicators/cuda_communicator.py:29 CudaCommunicator, which for small messages prefers
+    one kernel that reads the other GPUs' memory directly (custom_all_reduce.py:56 CustomAllreduce): what SharedMemoryComm does.
+    """
+
+    def __init__(self, backend, path, rank, size, device):
+        store, self.num_collectives, self.size = dist.FileStore(str(path), size), 0, size
+        if backend == "nccl":
+            torch.cuda.set_device(device)
+            self.group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")], timedelta(seconds=30)
+            self.group = dist.ProcessGroupGloo(store, rank, size, options)
+
+    def all_reduce(self, x):
+        self.num_collectives += 1
+        self.group.allreduce([x]).wait()
+        return x
+
+    def gather(self, x):
+        """As SharedMemoryComm's, but every rank gets the result: NCCL has no gather, and an all-gather is as fast."""
+        self.num_collectives += 1
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self.group.allgather([parts], [x]).wait()
+        return torch.cat(parts, dim=-1)                              # [S', size * n]
+
+
+# -- 4. Ranks 1 … N-1 -------------------------------------------------------------------------------------------------
+
+INIT_KV_CACHE, RUN = 0, 1
+FIELDS = ("token_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens", "block_tables", "logits_indices")
+
+
+def pack(batch):
+    """A ForwardBatch as int64 numbers: RUN, T, S, B, S', then its seven tensors end to end."""
+    (S, B), T = batch.block_tables.shape, len(batch.token_ids)
+    head = torch.tensor([RUN, T, S, B, len(batch.logits_indices)])
+    return torch.cat([head, torch.cat([getattr(batch, name).flatten().long() for name in FIELDS]).cpu()])
+
+
+def unpack(message, device):
+    """pack's inverse, on `device`."""
+    _, T, S, B, n = message[:5].tolist()
+    token_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices = (
+        message[5:].to(device).split([T, T, T, S + 1, S, S * B, n]))
+    return ForwardBatch(token_ids, positions, slot_mapping, query_start_loc.int(), seq_lens.int(),
+                        block_tables.int().view(S, B), logits_indices)
+
+
+class _Stop(BaseException):
+    """The driver is gone, closing, or another rank has failed; that rank reports."""
+
+
+def worker_main(rank, size, area, locks, collectives, path, driver, folder, dtype, device, attention_backend):
+    """What a worker process does from birth to death.  vLLM: v1/executor/multiproc_executor.py:821 WorkerProc.worker_main"""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)      # Ctrl-C reaches the whole process group; the driver alone decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)     # a fork inherits the driver's handlers
+    # Of the driver's threads a fork brings along only one. OpenMP doesn't notice that its others are gone and would wait
+    # for them; a single thread waits for nobody. Tokenizers' and the server's threads a worker has no use for.
+    torch.set_num_threads(1)
+
+    def watch():
+        if channel.flags[size] or os.getppid() != driver:
+            raise _Stop
+
+    channel = SharedMemoryComm(area, rank, size, watch, locks)
+    try:
+        comm = channel if collectives == "shm" else ProcessGroupComm(collectives, path, rank, size, device)
+        worker = Worker(folder, dtype, device, attention_backend, rank, size, comm)
+        channel.barrier()
+        while True:
+            message = channel.broadcast()
+            if message[0] == INIT_KV_CACHE:
+                worker.init_kv_cache(*message[1:].tolist())
+                channel.barrier()
+            else:
+                worker.execute(unpack(message, device))
+                if torch.device(device).type == "cuda":
+                    torch.cuda.synchronize(device)    # so that a kernel's error shows here, and now
+    except _Stop:
+        pass
+    except BaseException:                             # whatever it is, the driver has to learn of it
+        channel.fail(traceback.format_exc())
+    finally:
+        os._exit(0)             # at once: a rank with a broken collective may not get through a tidy exit
+
+
+# -- 5. The driver's side ---------------------------------------------------------------------------------------------
+
+class TensorParallelExecutor:
+    """Rank 0, and the processes of the others: `execute` sends them the batch, then computes its own share of it.
+
+    vLLM: v1/executor/multiproc_executor.py:103 MultiprocExecutor. There the driver computes nothing, each of the N ranks
+    is a process, and their answers come back through a queue each; here rank 0's answer is a return value.
+
+    Processes are forked for the CPU on Linux (eight of them in a fraction of a second), spawned otherwise: a forked child can't
+    use a CUDA that its parent initialised, and on macOS the system's own libraries don't survive a fork. A spawned child imports
+    the main script anew, hence the usual `if __name__ == "__main__":`. On the CPU each rank computes with one thread.
+    """
+
+    def __init__(self, folder, dtype, device, attention_backend, size, collectives=None, start_method=None):
+        kind = torch.device(device).type
+        collectives = collectives or ("nccl" if kind == "cuda" else "shm")
+        self.start_method = start_method or ("fork" if kind == "cpu" and sys.platform == "linux" else "spawn")
+        context = multiprocessing.get_context(self.start_method)
+        ordered = platform.machine().lower() in ("x86_64", "amd64", "i686")      # see SharedMemoryComm, memory order
+        locks = None if ordered else [context.Lock() for _ in range(size)]
+        self.size, self.kind, self.ready, self.reason = size, kind, False, "it was closed"
+        self.channel = SharedMemoryComm(SharedMemoryComm.new_area(size), 0, size, self._watch, locks)
+        self.scratch = tempfile.TemporaryDirectory(prefix="nano-serve-")
+        path, devices = Path(self.scratch.name) / "rendezvous", [f"cuda:{r}" if kind == "cuda" else "cpu" for r in range(size)]
+        self.processes = [context.Process(target=worker_main, name=f"nano-serve rank {rank}", daemon=True, args=(
+            rank, size, self.channel.area, locks, collectives, path, os.getpid(), folder, dtype, devices[rank], attention_backend))
+            for rank in range(1, size)]
+        # Runs once: by close(), when the executor is garbage, or when the interpreter ends, whichever is first.
+        self._shut_down = weakref.finalize(self, _shut_down, self.channel.flags, self.channel.area, self.processes, self.scratch, os.getpid())
+        with self._guard(wrap=False):
+            for process in self.processes:
+                process.start()
+            comm = self.channel if collectives == "shm" else ProcessGroupComm(collectives, path, 0, size, devices[0])
+            self.comm, self.worker = comm, Worker(folder, dtype, devices[0], attention_backend, 0, size, comm)
+            self.channel.barrier()
+            self.ready = True
+
+    @property
+    def model(self):
+        return self.worker.model
+
+    def init_kv_cache(self, num_blocks, block_size):
+        """Every rank allocates its heads of each block; returns when all have. num_blocks counts the null block."""
+        with self._guard():
+            self.channel.broadcast(torch.tensor([INIT_KV_CACHE, num_blocks, block_size]))
+            self.worker.init_kv_cache(num_blocks, block_size)
+            self.channel.barrier()
+
+    def execute(self, batch):
+        """batch: a ForwardBatch, on rank 0's device or the CPU  →  logits [S', V] on rank 0's device.
+
+        Raises WorkerError when a rank died or failed. Whatever is raised, Ctrl-C included, closes the executor: the ranks are
+        somewhere in the middle of a step and can't be brought back in line.
+        """
+        with self._guard():
+            message = pack(batch)
+            self.channel.broadcast(message)
+            logits = self.worker.execute(unpack(message, self.worker.device) if self.kind == "cuda" else batch)
+            if self.kind == "cuda":              # a dead peer leaves NCCL's kernels waiting for ever: look before you block
+                done = torch.cuda.Event()
+                done.record()
+                while not done.query():
+                    self._watch()
+                    time.sleep(NCCL_POLL)
+            return logits
+
+    def close(self):
+        """End the workers and free everything; may be called again."""
+        if self._shut_down.alive and isinstance(getattr(self, "comm", None), ProcessGroupComm) and self.kind == "cuda":
+            self.comm.group.abort()
+        self._shut_down()
+        self.worker = None
+
+    def _watch(self):
+        """Raise if a rank has failed or died. Called while waiting."""
+        dead = [(r, p.exitcode) for r, p in enumerate(self.processes, 1) if p.exitcode is not None]
+        if (failed := self.channel.flags[self.size]) > 0:    # read last: who fails says so before it exits
+            raise WorkerError(f"rank {failed - 1} of {self.size} failed:\n{self.channel.error_of(failed - 1)}")
+        for rank, code in dead:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            if not self.ready and self.start_method == "spawn":
+                how += '; a spawned worker imports the main script: is what it runs under `if __name__ == "__main__":`?'
+            raise WorkerError(f"rank {rank} of {self.size} (process {self.processes[rank - 1].pid}) {how}")
+
+    def _guard(self, wrap=True):
+        return _Guard(self, wrap)
+
+
+NCCL_POLL = 50e-6
+
+
+class _Guard:
+    """Around everything that involves the other ranks: one thread, and no survivors if it fails."""
+
+    def __init__(self, executor, wrap):
+        self.executor, self.wrap = executor, wrap
+
+    def __enter__(self):
+        if not self.executor._shut_down.alive:
+            raise WorkerError(f"this executor has no workers any more: {self.executor.reason}")
+        self.threads = torch.get_num_threads()
+        if self.executor.kind == "cpu":
+            torch.set_num_threads(1)             # the other cores have ranks to run
+
+    def __exit__(self, kind, error, trace):
+        torch.set_num_threads(self.threads)
+        if error is not None:
+            self.executor.reason = str(error) or kind.__name__
+            self.executor.close()
+            # A checkpoint that rank 0 refuses, it refuses as it would alone; what breaks later is a rank that failed.
+            if self.wrap and isinstance(error, Exception) and not isinstance(error, WorkerError):
+                raise WorkerError(f"rank 0 of {self.executor.size} failed: {kind.__name__}: {error}") from error
+
+
+def _shut_down(flags, area, processes, scratch, owner):
+    """Flag the end, then insist. `area` is only here to outlive `flags`, which point into it."""
+    if os.getpid() != owner:                     # a forked child holds a copy of its parent's executors: not its to close
+        return
+    flags[len(flags) - 1] = flags[len(flags) - 1] or -1
+    started = [p for p in processes if p.pid is not None]
+    for insist, patience in ((None, 0.3), ("terminate", 1.0), ("kill", 5.0)):
+        deadline = time.monotonic() + patience
+        for process in started:
+            if insist and process.exitcode is None:
+                getattr(process, insist)()
+        for process in started:
+            process.join(max(deadline - time.monotonic(), 0))
+    scratch.cleanup()
+
+
 def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size):
-    if tensor_parallel_size != 1:
-        raise NotImplementedError
-    return Worker(folder, dtype, device, attention_backend)
+    """What runs the batches: a Worker, or rank 0 of several.
+
+    Both have init_kv_cache(num_blocks, block_size), execute(batch) → logits [S', V], close() and .model. Raises ValueError for a
+    size that the model or the machine doesn't allow, CheckpointError as load_model does, before any process is started;
+    WorkerError if a rank fails to start.
+    """
+    LlamaConfig.from_folder(folder).check_tensor_parallel(tensor_parallel_size)
+    if tensor_parallel_size == 1:
+        return Worker(folder, dtype, device, attention_backend)
+    if torch.device(device).type == "cuda" and tensor_parallel_size > torch.cuda.device_count():
+        raise ValueError(f"--tensor-parallel-size {tensor_parallel_size} needs as many GPUs, one a rank; "
+                         f"this machine has {torch.cuda.device_count()}")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):     # we are a spawned child importing the main script
+        raise RuntimeError('tensor parallelism starts processes that import this script: put what it runs under '
+                           '`if __name__ == "__main__":`')
+    return TensorParallelExecutor(folder, dtype, device, attention_backend, tensor_parallel_size)
