@@ -295,9 +295,9 @@ def check_stop(request: Request, max_model_len: int) -> bool:
 class Scheduler:
     """Decides every step who computes how many tokens, and keeps the life of each request.
 
-    The caller repeats: schedule(), run that step on the model, update_from_output(). add_request and abort_request may
-    come at any time in between; a step that was scheduled must be run, even if one of its requests was aborted
-    meanwhile, since others may already count on the K/V it writes.
+    The caller repeats: schedule(), build the batch from the plan and the block tables, run it, update_from_output().
+    Requests may come, and end from outside, at any time once the batch is built. It must be run then, even if one of
+    its requests was aborted meanwhile: others may already count on the K/V it writes.
 
     One limit bounds every sequence: `max_model_len`, or what the whole pool can hold if that is less. So a request that
     is alone can always grow to its end, and ends with "length"; vLLM refuses to start with so small a pool instead.
@@ -340,8 +340,7 @@ class Scheduler:
         self.waiting.add_request(request)
 
     def abort_request(self, request_id: str) -> Request | None:
-        """End a request at once, in whatever state. Unknown and finished ids are ignored: aborting twice does no
-        harm."""
+        """End a request at once, in whatever state. Unknown or finished ids are ignored, so twice does no harm."""
         return self.finish_request(request_id, "abort")
 
     def finish_request(self, request_id: str, finish_reason: str, stop_reason: int | str | None = None):
@@ -360,8 +359,8 @@ class Scheduler:
         return request
 
     def _free_request(self, request: Request) -> None:
-        """The one place where a request ends, so its blocks are released once. vLLM:
-        v1/core/sched/scheduler.py:2300 Scheduler._free_request"""
+        """The one place where a request ends, so its blocks are released once.
+        vLLM: v1/core/sched/scheduler.py:2300 Scheduler._free_request"""
         request.status = RequestStatus.FINISHED
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
@@ -370,7 +369,8 @@ class Scheduler:
         return bool(self.requests)
 
     def schedule(self) -> SchedulerOutput:
-        """Plan one step: first those who run, then, with the budget that is left, those who wait.
+        """Plan one step: first those who run, then, with the budget that is left, those who wait. It may come out
+        empty.
 
         After a preemption nobody is admitted in this step. The pool is exhausted; a newcomer would take the very blocks
         that the preemption has just set free, and the next step would preempt again.
@@ -380,7 +380,7 @@ class Scheduler:
         token_budget = self._schedule_running(output, self.config.max_num_batched_tokens)
         if not output.preempted_req_ids:
             token_budget = self._schedule_waiting(output, token_budget)
-        # From here on they count as computed, although the model has yet to run: the next plan builds on this one.
+        # They count as computed from here on, although the model has yet to run: the next plan builds on this one.
         for request, num_new_tokens in zip(output.scheduled_requests, output.num_scheduled_tokens.values()):
             request.num_computed_tokens += num_new_tokens
         output.total_num_scheduled_tokens = self.config.max_num_batched_tokens - token_budget
@@ -406,7 +406,7 @@ class Scheduler:
                     index -= 1
                 self._preempt_request(victim)
                 output.preempted_req_ids.append(victim.request_id)
-                if victim is request:  # everybody left ranks above the asker, so it has to wait, and the loop is over
+                if victim is request:  # all others rank above the asker. Like vLLM, those behind it skip this step too
                     return token_budget
             scheduled[request.request_id] = num_new_tokens
             computed[request.request_id] = request.num_computed_tokens
@@ -445,7 +445,8 @@ class Scheduler:
 
     def _pop_victim(self) -> Request:
         """Take out of `running` who matters least: the last admitted, or by priority the lowest, then the youngest. So
-        the oldest, or most urgent, is preempted by nobody and gets on: every step makes progress."""
+        the oldest, or most urgent, is preempted by nobody else, gets on, and ends: no two can push each other for
+        ever."""
         if self.config.policy == "fcfs":
             return self.running.pop()
         victim = max(self.running, key=lambda request: (request.priority, request.arrival_time))
@@ -487,7 +488,7 @@ class Scheduler:
         """The step as a record, once it has run. `finished`: the ids that ended in it; times in seconds."""
         requests = [RequestStep(request.request_id, output.num_computed_tokens[request.request_id], num_new_tokens,
                                 output.num_hit_blocks.get(request.request_id, 0), sampled.get(request.request_id),
-                                request.num_prompt_tokens)
+                                request.num_prompt_tokens, request.arrival_time)
                     for request, num_new_tokens in zip(output.scheduled_requests, output.num_scheduled_tokens.values())]
         return StepRecord(step, time, duration, requests, self.config.max_num_batched_tokens,
                           output.total_num_scheduled_tokens, output.num_running, output.num_waiting,
@@ -505,6 +506,7 @@ class RequestStep:
     hit_blocks: int
     sampled: int | None
     num_prompt_tokens: int
+    arrival_time: float = 0.0  # on the engine's clock: what a picture needs to show the wait before the first step
 
 
 @dataclass
