@@ -93,7 +93,7 @@ class SamplingParams:
 class RequestStatus(enum.Enum):
     """Where a request is. vLLM: v1/request.py:348 RequestStatus (there the reason of the end is part of the status)"""
 
-    WAITING = "waiting"      # never admitted yet
+    WAITING = "waiting"      # not admitted yet
     RUNNING = "running"      # admitted: holds blocks, served every step the budget allows
     PREEMPTED = "preempted"  # waiting again, without blocks, with everything it has generated
     FINISHED = "finished"    # `finish_reason` says why
@@ -276,8 +276,8 @@ class SchedulerOutput:
 def check_stop(request: Request, max_model_len: int) -> bool:
     """Does the token just appended end the request? If so, its finish_reason and stop_reason are set.
 
-    min_tokens holds back EOS and stop tokens, never the length: a sequence longer than the model or the pool can hold
-    must not exist. EOS on the last allowed token is "stop". Stop *strings* are found where text is, in the front end.
+    min_tokens holds back EOS and stop tokens, never the length: nobody may outgrow the model or the pool. EOS on the
+    last allowed token is "stop". Stop *strings* are found where text is, in the front end.
     vLLM: v1/core/sched/utils.py:94 check_stop (there min_tokens holds back the length too)
     """
     params, token_id = request.sampling_params, request.output_token_ids[-1]
@@ -296,8 +296,8 @@ class Scheduler:
     """Decides every step who computes how many tokens, and keeps the life of each request.
 
     The caller repeats: schedule(), build the batch from the plan and the block tables, run it, update_from_output().
-    Requests may come, and end from outside, at any time once the batch is built. It must be run then, even if one of
-    its requests was aborted meanwhile: others may already count on the K/V it writes.
+    Requests may come, and end from outside, at any time but before the batch is built. A planned step must be run, even
+    if one of its requests was aborted meanwhile: others may already count on the K/V it writes.
 
     One limit bounds every sequence: `max_model_len`, or what the whole pool can hold if that is less. So a request that
     is alone can always grow to its end, and ends with "length"; vLLM refuses to start with so small a pool instead.
@@ -359,8 +359,7 @@ class Scheduler:
         return request
 
     def _free_request(self, request: Request) -> None:
-        """The one place where a request ends, so its blocks are released once.
-        vLLM: v1/core/sched/scheduler.py:2300 Scheduler._free_request"""
+        """The one place where a request ends. vLLM: v1/core/sched/scheduler.py:2300 Scheduler._free_request"""
         request.status = RequestStatus.FINISHED
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
@@ -372,8 +371,8 @@ class Scheduler:
         """Plan one step: first those who run, then, with the budget that is left, those who wait. It may come out
         empty.
 
-        After a preemption nobody is admitted in this step. The pool is exhausted; a newcomer would take the very blocks
-        that the preemption has just set free, and the next step would preempt again.
+        After a preemption nobody is admitted in this step: the pool is exhausted, and a newcomer would take the very
+        blocks that were just set free, so that the next step preempts again.
         vLLM: v1/core/sched/scheduler.py:439 Scheduler.schedule
         """
         output = SchedulerOutput()

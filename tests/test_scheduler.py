@@ -516,24 +516,19 @@ def test_a_plan_may_be_empty_when_the_first_asker_is_the_victim():
     engine.check_texts()
 
 
-def test_the_budget_a_victim_returns_is_spent_in_the_same_step():
-    """Three run: c (worst) is served first, then a asks for a block, takes c's, and b behind a still gets its token of the budget."""
-    engine = Engine(bs=2, nb=6, tok=3, seqs=3, policy="priority", scheduler_reserve_full_isl=False)
-    engine.add("c", [0], n=9, priority=9)
+def test_a_victim_that_was_scheduled_leaves_the_plan_and_returns_its_budget():
+    engine = Engine(bs=4, nb=5, tok=4, seqs=3, policy="priority", scheduler_reserve_full_isl=False)
+    engine.add("c", tokens(4), n=9, priority=9)
     engine.step()
-    engine.add("a", [1, 1], n=9, priority=0)
-    engine.step()
-    engine.add("b", [2], n=9, priority=1)
-    seen = False
-    for _ in range(6):
+    engine.add("a", tokens(2, seed=1), n=9, priority=0)
+    engine.add("b", tokens(1, seed=2), n=9, priority=1)
+    while not engine.outputs[-1].preempted_req_ids:
+        running, computed = [r.request_id for r in engine.scheduler.running], engine.all["c"].num_computed_tokens
         output, *_ = engine.step()
-        assert output.total_num_scheduled_tokens <= 3
-        if output.preempted_req_ids:
-            seen = True
-            assert output.preempted_req_ids == ["c"] and output.num_scheduled_tokens == {"a": 1, "b": 1}
-            assert output.total_num_scheduled_tokens == 2 and output.num_computed_tokens.keys() == {"a", "b"}
-            break
-    assert seen
+    # c stood first and its token fitted its last block, so it had been served before a asked for a block
+    assert running == ["c", "a", "b"] and computed % 4 != 0 and output.preempted_req_ids == ["c"]
+    assert output.num_scheduled_tokens == {"a": 1, "b": 1} and output.total_num_scheduled_tokens == 2
+    assert output.num_computed_tokens.keys() == {"a", "b"} and engine.all["c"].num_computed_tokens == 0
     engine.drain()
     engine.check_texts()
 
