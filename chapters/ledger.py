@@ -2,45 +2,52 @@
 
 Every chapter of the article settles its account (算一笔账) on one example: Llama-3-70B in FP16 on 8 H100s, TP=8, a
 2000-token system prompt and a 50-token question, 300 tokens out.  This file computes that account, and the same for any
-Llama shape, any TP and a few GPUs.  Read it from the top; only `this_machine` needs torch.
+Llama shape, any TP and a few GPUs.  Nothing here needs torch.
 
     1  ModelShape, Hardware   the givens, each figure with its source
     2  Ledger                 exact: parameters, bytes, blocks, FLOPs, intensity.  Estimated: seconds
-    3  fit, calibrate         where the constants come from: kernel times others measured on that setup, or a run here
-    4  SimulatedEngine        the engine's own Scheduler and KVCacheManager, with a virtual clock instead of a model
-    5  account, sweep         the running example, and the batch sweep
+    3  SimulatedEngine        the engine's own Scheduler and KVCacheManager, with a virtual clock instead of a model
+    4  account, sweep         the running example; throughput against latency for batches of 1 to 256 (--sweep)
 
 A second is estimated operator by operator, by a roofline with a rounded corner:
 
     latency + ((FLOPs / peak)^p + (bytes / bandwidth)^p)^(1/p) / efficiency
 
-`python chapters/ledger.py --fit` prints the constants and every error.  Where it is wrong, and by how much:
+with constants that calibrate.py fits to kernel times measured on that very setup (chapters/data).  `--fit` prints them
+and every error.  Where the estimate is wrong, and by how much:
 
 - A layer without attention is within 6 % of the measurement at each of 13 batch sizes from 1 to 4096 tokens, but a
   single operator is not: the QKV GEMM comes out up to 34 % too fast (256, 512 tokens), a norm up to 65 % too slow
   (256), the residual add up to 85 % too slow (512), RoPE up to 37 % too fast (4096).
-- All-reduce is within 19 % of NCCL's times at each size from 2 KB to 64 MB.  vLLM has an all-reduce of its own for small
-  messages, which is not measured here; if it is faster than NCCL's 31 us, decode steps are too.
+- All-reduce is within 19 % of NCCL's times at each size from 2 KB to 64 MB.  vLLM has an all-reduce of its own for
+  small messages, which is not measured here; if it is faster than NCCL's 31 us, decode steps are too.
 - Attention was not measured: it gets the GEMMs' efficiency and latency, an assumption.
 - The host's time is not in it: on a GPU it is taken to run ahead.  `step_overhead` holds it where it was measured.
 - The other GPUs keep the H100's efficiencies and latencies beside their own peaks, an assumption too.
 
-vLLM has no such file.  It runs the model and looks, which is what `kv_cache_blocks` below replaces by arithmetic.
+vLLM has no such file: it runs the model and looks.
 """
 import argparse
-import csv
 import functools
 import json
 import math
 import pathlib
 import sys
-import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from rich.console import Console, Group  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+import bench  # noqa: E402
+from kv_cache import KVCacheManager  # noqa: E402
+from metrics import parse_goodput, summarize  # noqa: E402
+from scheduler import Request, Scheduler, SchedulerConfig  # noqa: E402
+from show import LineChart, save_svg  # noqa: E402
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -49,7 +56,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a Llama, under the names of its config.json.  `head_dim` defaults to hidden_size / heads."""
+    """The sizes of a Llama, under the names of its config.json.  head_dim 0 stands for hidden_size / heads."""
     num_hidden_layers: int
     hidden_size: int
     num_attention_heads: int
@@ -65,13 +72,15 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, path):
-        """From a checkpoint folder or its config.json.  KeyError: a size that the file lacks."""
+        """From a checkpoint folder or its config.json.  ValueError: a size that the file lacks."""
         path = pathlib.Path(path)
         config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-        config.setdefault("num_key_value_heads", config["num_attention_heads"])
-        needed = [field.name for field in fields(cls)][:6]
-        return cls(**{name: config[name] for name in needed}, head_dim=config.get("head_dim") or 0,
-                   tie_word_embeddings=config.get("tie_word_embeddings", False))
+        config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
+        sizes = {field.name: config[field.name] for field in fields(cls) if config.get(field.name) is not None}
+        missing = [field.name for field in fields(cls)[:6] if field.name not in sizes]
+        if missing:
+            raise ValueError(f"{path} has no {', '.join(missing)}")
+        return cls(**sizes)
 
 
 # Source: config.json of meta-llama/Meta-Llama-3-70B and Meta-Llama-3-8B.
@@ -120,7 +129,7 @@ class Calibration:
     request_overhead: float = 0.0   # seconds for each request in it
 
 
-# What fit() computes from chapters/data; a test holds the two together.
+# What calibrate.fit() computes from chapters/data; a test holds the two together.
 CALIBRATED_H100 = Calibration(gemm=Cost(3.03e-06, 0.792), norm=Cost(4.09e-06, 0.431), elementwise=Cost(1.54e-06, 0.657),
                               smoothness=3.01, all_reduce=Cost(3.14e-05, 0.824))
 
@@ -161,9 +170,7 @@ def work_of(chunks, sampled=None):
 
 
 class Ledger:
-    """The account of one model on `tp` GPUs.  Bytes and FLOPs are exact, seconds are estimates.
-
-    vLLM: v1/worker/gpu_worker.py Worker.determine_available_memory (for kv_cache_blocks; vLLM measures it)"""
+    """The account of one model on `tp` GPUs.  Bytes and FLOPs are exact, seconds are estimates."""
 
     def __init__(self, model=LLAMA_3_70B, hardware=HARDWARE["h100"], tp=8, calibration=CALIBRATED_H100,
                  dtype_bytes=2, block_size=16):
@@ -188,9 +195,7 @@ class Ledger:
         embeddings = m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
         return m.num_hidden_layers * layer + embeddings + m.hidden_size             # the last norm
 
-    @property
-    def weight_bytes(self):
-        return self.num_parameters * self.dtype_bytes
+    weight_bytes = property(lambda self: self.num_parameters * self.dtype_bytes)
 
     @property
     def weight_bytes_per_gpu(self):
@@ -215,7 +220,8 @@ class Ledger:
 
     def kv_cache_blocks(self, gpu_memory_utilization=0.92, max_num_batched_tokens=8192, max_num_seqs=256):
         """Blocks that fit beside the weights, the null block among them (estimated: the activations at their largest
-        are taken to be gate_up's output, two hidden states and fp32 logits).  ValueError: no room for any."""
+        are taken to be gate_up's output, two hidden states and fp32 logits).  ValueError: no room for any.
+        vLLM: v1/worker/gpu_worker.py Worker.determine_available_memory, which runs the model and measures"""
         m = self.model
         activations = (max_num_batched_tokens * (2 * m.intermediate_size / self.tp + 2 * m.hidden_size)
                        * self.dtype_bytes + max_num_seqs * m.vocab_size * 4)
@@ -303,99 +309,192 @@ class Ledger:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 3  Where the constants come from
-
-# The measurement's name -> ours.
-MEASURED = {"attn_pre_proj": "qkv_proj", "attn_post_proj": "o_proj", "mlp_up_proj": "gate_up_proj",
-            "mlp_down_proj": "down_proj", "input_layernorm": "norm", "post_attention_layernorm": "norm",
-            "attn_rope": "rope", "mlp_act": "silu_and_mul", "add": "residual_add"}
+# 3  The simulator
 
 
-def read_csv(name):
-    with open(HERE / "data" / name) as file:
-        return list(csv.DictReader(file))
+class SimulatedEngine:
+    """An LLMEngine whose model is a Ledger and whose clock is virtual: same scheduler, same pool, same StepRecords.
+
+    It answers to what bench.run needs of an engine, so the same workloads and metrics serve both.  Every step takes
+    `step_time` seconds of a clock that nobody waits for, and every sampled token is 0: requests end by max_tokens.
+    Leaves out what the ledger does, and the time the host takes between two steps.
+    vLLM: v1/engine/core.py:584 EngineCore.step"""
+
+    def __init__(self, ledger, config, num_kv_blocks=None, enable_prefix_caching=True, gpu_memory_utilization=0.92,
+                 keep_records=True):
+        blocks = num_kv_blocks or ledger.kv_cache_blocks(gpu_memory_utilization, config.max_num_batched_tokens,
+                                                         config.max_num_seqs)
+        self.ledger, self.now, self.keep_records = ledger, 0.0, keep_records
+        self.scheduler = Scheduler(config, KVCacheManager(blocks, ledger.block_size, enable_prefix_caching))
+        self.records, self.num_steps, self.num_request_steps = [], 0, 0
+
+    def clock(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def add_request(self, request_id, prompt_token_ids, sampling_params, arrival_time=None, priority=0):
+        self.scheduler.add_request(Request(request_id, prompt_token_ids, sampling_params,
+                                           self.now if arrival_time is None else arrival_time, priority))
+
+    def abort_request(self, request_id):
+        self.scheduler.abort_request(request_id)
+
+    def has_unfinished_requests(self):
+        return self.scheduler.has_unfinished_requests()
+
+    def step(self):
+        """Plan a step, let its time pass, hand out the tokens; returns the requests that ended, as bench reads them."""
+        output, start = self.scheduler.schedule(), self.now
+        chunks, sampling = [], []
+        for request, scheduled in zip(output.scheduled_requests, output.num_scheduled_tokens.values()):
+            chunks.append((request.num_computed_tokens - scheduled, scheduled))     # this step's are counted already
+            if request.num_computed_tokens == len(request.all_token_ids):
+                sampling.append(request)
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = start
+        duration = self.ledger.step_time(work_of(chunks, len(sampling)))
+        self.now += duration
+        for request in sampling:
+            request.token_times.append(self.now)
+        sampled = {request.request_id: 0 for request in sampling}
+        finished = self.scheduler.update_from_output(output, sampled)
+        if self.keep_records:
+            self.records.append(self.scheduler.make_record(self.num_steps, output, sampled, start, duration,
+                                                           [request.request_id for request in finished]))
+        self.num_steps += 1
+        self.num_request_steps += len(chunks)
+        for request in finished:
+            request.finish_time = self.now
+        return [SimpleNamespace(request_id=r.request_id, finished=True, metrics=r, error=None, outputs=[SimpleNamespace(
+            text="", token_ids=r.output_token_ids, finish_reason=r.finish_reason)]) for r in finished]
 
 
-def measured_ops():
-    """{(measured name, tokens): seconds} of one layer of the 70B on one of eight H100s."""
-    return {(row["op"], int(row["num_tokens"])): float(row["median_us"]) / 1e6
-            for row in read_csv("h100_llama70b_tp8_ops.csv") if row["op"] in MEASURED}
+# ----------------------------------------------------------------------------------------------------------------------
+# 4  The running example (贯穿全文的例子) and the batch sweep
+
+SYSTEM, QUESTION, OUTPUT = 2000, 50, 300      # tokens
 
 
-def estimated_ops(calibration, keys):
-    """The same table, estimated."""
-    ledger = Ledger(calibration=calibration)
-    ops = {T: {op.name: ledger.seconds(op) for op in ledger.layer_ops(T)} for _, T in keys}
-    return {(name, T): ops[T][MEASURED[name]] for name, T in keys}
+def intensity(ledger, work):
+    """FLOP a byte over all matrix products of a step, attention among them."""
+    ops = [op for op in ledger.step_ops(work) if op.kind == "gemm"]
+    return sum(op.count * op.flops for op in ops) / sum(op.count * op.bytes for op in ops)
 
 
-def layer_seconds(table):
-    """{tokens: seconds of the whole layer}; a layer adds to the residual twice, the measurement names it once."""
-    total = dict.fromkeys([T for _, T in table], 0.0)
-    for (name, T), seconds in table.items():
-        total[T] += seconds * (2 if name == "add" else 1)
-    return total
+def account(ledger):
+    """The example's account as [(what, value, how)]; what is estimated has a "~" and says so."""
+    m, hw, size, MiB = ledger.model, ledger.hardware, ledger.block_size, 1 << 20
+    prompt, total, hits = SYSTEM + QUESTION, SYSTEM + QUESTION + OUTPUT, SYSTEM // size
+    kv, gpu_kv, left = ledger.kv_bytes_per_token, ledger.kv_bytes_per_token_per_gpu, prompt - hits * size
+    prefill, cached, decode = work_of([(0, prompt)]), work_of([(hits * size, left)]), work_of([(prompt, 1)])
+    blocks = ledger.kv_cache_blocks() - 1
+    return [
+        ("parameters", f"{ledger.num_parameters:,}", "embedding, layers, last norm, LM head"),
+        ("weights", f"{ledger.weight_bytes / 1e9:.1f} GB", f"{ledger.dtype_bytes} bytes each"),
+        ("weights a GPU", f"{ledger.weight_bytes_per_gpu / 1e9:.1f} GB", f"TP={ledger.tp}, norms on each"),
+        ("KV a token", f"{kv / 1024:g} KiB", f"2 x {m.num_hidden_layers} layers x "
+         f"{ledger.tp * ledger.kv_heads_per_gpu} KV heads x {m.head_dim} x {ledger.dtype_bytes} bytes"),
+        ("KV a token and GPU", f"{gpu_kv / 1024:g} KiB", f"{ledger.kv_heads_per_gpu} KV heads each"),
+        (f"KV of the prompt, {prompt} tokens", f"{prompt * kv / MiB:.1f} MiB",
+         f"{ledger.num_blocks(prompt)} blocks of {size}"),
+        (f"KV at the end, {total} tokens", f"{total * kv / MiB:.1f} MiB", f"{ledger.num_blocks(total)} blocks"),
+        ("system prompt", f"{hits} blocks", f"a second request hits them and computes {left} tokens"),
+        ("FLOP a byte, prefill", f"{intensity(ledger, prefill):.0f}",
+         f"more than the ridge, {hw.peak_flops / hw.bandwidth:.0f}, is bound by compute"),
+        ("FLOP a byte, decode", f"{intensity(ledger, decode):.2f}", "each weight is read for one token"),
+        ("prefill alone", f"~{1e3 * ledger.step_time(prefill):.1f} ms", "estimated: the least TTFT"),
+        ("prefill after the hit", f"~{1e3 * ledger.step_time(cached):.1f} ms", "estimated: the least TTFT then"),
+        ("decode alone", f"~{1e3 * ledger.step_time(decode):.1f} ms", "estimated: the least ITL"),
+        ("KV pool", f"~{blocks * size:,} tokens",
+         f"estimated: 92 % of {hw.memory / 1e9:.0f} GB, less weights and activations"),
+        ("requests at once", f"~{blocks // ledger.num_blocks(total)}", "estimated: that fit whole, sharing nothing"),
+    ]
 
 
-def all_reduce_errors(cost):
-    """{bytes: estimated / measured} for eight GPUs."""
-    ledger = Ledger(calibration=replace(CALIBRATED_H100, all_reduce=Cost(*cost)))
-    return {int(row["bytes"]): ledger.seconds(*ledger.all_reduce("", int(row["bytes"]) / 2, 2 * 7 / 8))
-            / (float(row["median_us"]) / 1e6) for row in read_csv("h100_dgx_allreduce_8gpu.csv")}
+def sweep(ledger, batches=(1, 2, 4, 8, 16, 32, 64, 128, 256), enable_prefix_caching=True, max_num_batched_tokens=8192):
+    """The article's curve: the example with `--max-concurrency` 1 to 256 in virtual time, three requests a place.
+
+    Equal requests that start together stay together, so ITL is that of decodes alone and TTFT that of a burst.
+    Returns one bench result a batch size, with "batch" added."""
+    results, vocab_size = [], ledger.model.vocab_size
+    for batch in batches:
+        config = SchedulerConfig(max(batches), max_num_batched_tokens, max_model_len=8192)
+        engine = SimulatedEngine(ledger, config, enable_prefix_caching=enable_prefix_caching, keep_records=False)
+        requests = bench.random_requests(3 * batch, QUESTION, OUTPUT, prefix_len=SYSTEM, vocab_size=vocab_size)
+        outputs, duration = bench.run(engine, requests, [0.0] * len(requests), max_concurrency=batch)
+        results.append({"batch": batch, **summarize(outputs, duration)})
+    return results
 
 
-def pattern_search(loss, start):
-    """Positive numbers at a minimum of `loss`: each one a step up or down, the step halved when nothing helps."""
-    x, best, step = [math.log(value) for value in start], loss(start), 0.3
-    while step > 1e-5:
-        for i, delta in [(i, sign * step) for i in range(len(x)) for sign in (1, -1)]:
-            trial = [value + delta * (i == j) for j, value in enumerate(x)]
-            value = loss([math.exp(v) for v in trial])
-            if value < best - 1e-12:
-                x, best = trial, value
-                break
-        else:
-            step /= 2
-    return [float(f"{math.exp(v):.3g}") for v in x]
+def feasible(results, slo):
+    """The batches whose P99 keeps the SLO (name -> ms, of ttft, tpot, itl, e2el)."""
+    return [r["batch"] for r in results if all(r[f"p99_{name}_ms"] <= limit for name, limit in slo.items())]
 
 
-def fit():
-    """The Calibration that chapters/data asks for: seven numbers for the operators, two for all-reduce.
+def sweep_pictures(results, slo):
+    """{name: picture}: the table, and throughput, ITL and TTFT over batch size with the region that the SLO leaves."""
+    good, xs = feasible(results, slo), [r["batch"] for r in results]
+    region = (good[0], good[-1], "within the SLO") if good else None
+    table = Table("batch", "tokens/s", "P50 ITL ms", "P99 ITL ms", "P50 TTFT ms", "P99 TTFT ms", "SLO")
+    for r in results:
+        figures = [r["output_throughput"], *(r[f"p{p}_{name}_ms"] for name in ("itl", "ttft") for p in (50, 99))]
+        table.add_row(str(r["batch"]), *[f"{figure:,.1f}" for figure in figures], "yes" if r["batch"] in good else "no")
 
-    It minimises the squared log errors of each operator at each size, plus 50 times the whole layer's, since the layer
-    is what a step adds up.  Small operators count a tenth: some take 1 us, measured in whole microseconds."""
-    measured = measured_ops()
-    layers = layer_seconds(measured)
+    def chart(title, y_label, series, limit=None):
+        return LineChart(title, xs, series, "batch size (--max-concurrency)", y_label,
+                         limit and (limit, f"SLO {limit:g} ms"), region, log_x=True)
 
-    def calibration(x):
-        return Calibration(Cost(*x[0:2]), Cost(*x[2:4]), Cost(*x[4:6]), x[6], CALIBRATED_H100.all_reduce)
-
-    def loss(x):
-        table = estimated_ops(calibration(x), measured)
-        return (sum(math.log(table[key] / measured[key]) ** 2 * (1 if "proj" in key[0] else 0.1) for key in measured)
-                + 50 * sum(math.log(seconds / layers[T]) ** 2 for T, seconds in layer_seconds(table).items()))
-
-    all_reduce = pattern_search(lambda x: sum(math.log(e) ** 2 for e in all_reduce_errors(x).values()), [2e-5, 0.8])
-    operators = pattern_search(loss, [5e-6, 0.7, 4e-6, 0.4, 1e-6, 0.6, 3])
-    return replace(calibration(operators), all_reduce=Cost(*all_reduce))
+    pictures = {"sweep": table, "throughput": chart("Throughput (吞吐)", "output tokens/s",
+                                                    {"tokens/s": [r["output_throughput"] for r in results]})}
+    for name in ("itl", "ttft"):
+        series = {f"P{p}": [r[f"p{p}_{name}_ms"] for r in results] for p in (50, 99)}
+        pictures[name] = chart(f"{name.upper()} (单请求延迟)", "ms", series, slo.get(name))
+    return pictures
 
 
-def print_fit():
-    """The constants and the error of every estimate, in percent."""
-    fitted, measured = fit(), measured_ops()
-    table = estimated_ops(fitted, measured)
-    print(fitted, "\nestimated / measured - 1, in %:")
-    sizes, layers, wanted = sorted({T for _, T in measured}), layer_seconds(table), layer_seconds(measured)
-    rows = {name: [table[name, T] / measured[name, T] for T in sizes] for name in MEASURED}
-    print(f"{'tokens':26}" + "".join(f"{T:6}" for T in sizes))
-    for name, ratios in {**rows, "layer": [layers[T] / wanted[T] for T in sizes]}.items():
-        print(f"{name:26}" + "".join(f"{100 * (ratio - 1):+6.0f}" for ratio in ratios))
-    print("all_reduce, by bytes: " + "  ".join(f"{size}: {100 * (ratio - 1):+.0f}"
-                                               for size, ratio in all_reduce_errors(fitted.all_reduce).items()))
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="What a step costs.  Without options: the running example's account.")
+    parser.add_argument("--model", default="llama-3-70b", help=f"{', '.join(MODELS)}, or a checkpoint folder")
+    parser.add_argument("--hardware", default="h100", choices=[*HARDWARE, "here"], help="here: measured now [h100]")
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=8)
+    parser.add_argument("--fit", action="store_true", help="fit the constants to chapters/data; print every error")
+    parser.add_argument("--sweep", action="store_true", help="throughput and latency for batches of 1 to 256")
+    parser.add_argument("--slo", nargs="+", default=["ttft:500", "itl:25"], metavar="NAME:MS",
+                        help="P99 limits for --sweep, of ttft, itl, tpot, e2el [ttft:500 itl:25]")
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--save", metavar="DIR", help="save the pictures of --sweep as SVG")
+    args = parser.parse_args(argv)
+    console = Console()
+    try:
+        if args.fit or args.hardware == "here":
+            import calibrate
+        if args.fit:
+            calibrate.print_fit()
+            return 0
+        hardware = calibrate.this_machine() if args.hardware == "here" else HARDWARE[args.hardware]
+        model = MODELS.get(args.model) or ModelShape.from_config(args.model)
+        ledger = Ledger(model, hardware, args.tensor_parallel_size)
+        title = f"{args.model} on {ledger.tp} x {hardware.name} ({hardware.source})"
+        if not args.sweep:
+            table = Table("what", "value", "how", title=title)
+            for row in account(ledger):
+                table.add_row(*row)
+            console.print(table)
+            return 0
+        slo = parse_goodput(args.slo, ("ttft", "tpot", "itl", "e2el"))
+        pictures = sweep_pictures(sweep(ledger, enable_prefix_caching=args.enable_prefix_caching), slo)
+        console.print(f"{title}, {SYSTEM} + {QUESTION} tokens in, {OUTPUT} out, simulated", Group(*pictures.values()))
+        for name, picture in pictures.items() if args.save else ():
+            save_svg(picture, pathlib.Path(args.save) / f"{name}.svg")
+    except (OSError, ValueError) as error:
+        print(f"ledger.py: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--fit", action="store_true", help="print the constants that chapters/data gives, and every error")
-    if parser.parse_args().fit:
-        print_fit()
+    # calibrate.py imports this file as "ledger"; run that copy, so that there is one of each class.
+    from ledger import main
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Where the ledger's constants come from: kernel times that others measured, or a run on this machine.
+
+    fit         the H100's constants from chapters/data (`python chapters/ledger.py --fit` prints them and every error)
+    calibrate   the constants of this machine and one model, from the StepRecords of a run of the real engine
+
+Both search for the numbers that bring the ledger's estimate nearest to what was measured.  ledger.py itself never looks
+at a measurement, so that the reader can follow it with a pencil.
+"""
+import csv
+import math
+import os
+import pathlib
+import statistics
+import time
+from dataclasses import replace
+
+from ledger import CALIBRATED_H100, Calibration, Cost, Hardware, Ledger, work_of
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+# The measurement's name -> ours.
+MEASURED = {"attn_pre_proj": "qkv_proj", "attn_post_proj": "o_proj", "mlp_up_proj": "gate_up_proj",
+            "mlp_down_proj": "down_proj", "input_layernorm": "norm", "post_attention_layernorm": "norm",
+            "attn_rope": "rope", "mlp_act": "silu_and_mul", "add": "residual_add"}
+
+
+def read_csv(name):
+    with open(HERE / "data" / name) as file:
+        return list(csv.DictReader(file))
+
+
+def measured_ops():
+    """{(measured name, tokens): seconds} of one layer of the 70B on one of eight H100s."""
+    return {(row["op"], int(row["num_tokens"])): float(row["median_us"]) / 1e6
+            for row in read_csv("h100_llama70b_tp8_ops.csv") if row["op"] in MEASURED}
+
+
+def estimated_ops(calibration, keys):
+    """The same table, estimated."""
+    ledger = Ledger(calibration=calibration)
+    ops = {T: {op.name: ledger.seconds(op) for op in ledger.layer_ops(T)} for _, T in keys}
+    return {(name, T): ops[T][MEASURED[name]] for name, T in keys}
+
+
+def layer_seconds(table):
+    """{tokens: seconds of the whole layer}; a layer adds to the residual twice, the measurement names it once."""
+    total = dict.fromkeys([T for _, T in table], 0.0)
+    for (name, T), seconds in table.items():
+        total[T] += seconds * (2 if name == "add" else 1)
+    return total
+
+
+def all_reduce_errors(cost):
+    """{bytes: estimated / measured} for eight GPUs."""
+    ledger = Ledger(calibration=replace(CALIBRATED_H100, all_reduce=Cost(*cost)))
+    return {int(row["bytes"]): ledger.seconds(*ledger.all_reduce("", int(row["bytes"]) / 2, 2 * 7 / 8))
+            / (float(row["median_us"]) / 1e6) for row in read_csv("h100_dgx_allreduce_8gpu.csv")}
+
+
+def pattern_search(loss, start):
+    """Positive numbers at a minimum of `loss`: each one a step up or down, the step halved when nothing helps."""
+    x, best, step = [math.log(value) for value in start], loss(start), 0.3
+    while step > 1e-5:
+        for i, delta in [(i, sign * step) for i in range(len(x)) for sign in (1, -1)]:
+            trial = [value + delta * (i == j) for j, value in enumerate(x)]
+            value = loss([math.exp(v) for v in trial])
+            if value < best - 1e-12:
+                x, best = trial, value
+                break
+        else:
+            step /= 2
+    return [float(f"{math.exp(v):.3g}") for v in x]
+
+
+def fit():
+    """The Calibration that chapters/data asks for: seven numbers for the operators, two for all-reduce.
+
+    It minimises the squared log errors of each operator at each size, plus 50 times the whole layer's, since the layer
+    is what a step adds up.  Small operators count a tenth: some take 1 us, measured in whole microseconds."""
+    measured = measured_ops()
+    layers = layer_seconds(measured)
+
+    def calibration(x):
+        return Calibration(Cost(*x[0:2]), Cost(*x[2:4]), Cost(*x[4:6]), x[6], CALIBRATED_H100.all_reduce)
+
+    def loss(x):
+        table = estimated_ops(calibration(x), measured)
+        return (sum(math.log(table[key] / measured[key]) ** 2 * (1 if "proj" in key[0] else 0.1) for key in measured)
+                + 50 * sum(math.log(seconds / layers[T]) ** 2 for T, seconds in layer_seconds(table).items()))
+
+    all_reduce = pattern_search(lambda x: sum(math.log(e) ** 2 for e in all_reduce_errors(x).values()), [2e-5, 0.8])
+    operators = pattern_search(loss, [5e-6, 0.7, 4e-6, 0.4, 1e-6, 0.6, 3])
+    return replace(calibration(operators), all_reduce=Cost(*all_reduce))
+
+
+def this_machine():
+    """The Hardware under our feet: fp32 matrix product and memory copy, the best of several runs of PyTorch."""
+    import torch
+
+    def best(function, *arguments):
+        def once():
+            begin = time.perf_counter()
+            function(*arguments)
+            return time.perf_counter() - begin
+        return min(once() for _ in range(8))
+
+    a, b = torch.randn(1024, 1024), torch.empty(1 << 25)
+    copied = 2 * b.nbytes / best(b.copy_, torch.ones_like(b))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Hardware("this machine", 2 * 1024 ** 3 / best(torch.mm, a, a), copied, memory, copied, "measured here, fp32")
+
+
+def work_of_record(record):
+    """The Work of a StepRecord."""
+    chunks = [(request.computed, request.scheduled) for request in record.requests]
+    return work_of(chunks, sum(request.sampled is not None for request in record.requests))
+
+
+def recalibrated(ledger, calibration):
+    """The same ledger with other constants."""
+    return Ledger(ledger.model, ledger.hardware, ledger.tp, calibration, ledger.dtype_bytes, ledger.block_size)
+
+
+def calibrate(ledger, records):
+    """A Calibration for `ledger` from the StepRecords of a real run: a small model's step is mostly on no datasheet.
+
+    Three numbers, by least absolute log error: the share of the peaks it reaches, seconds a step, and a request."""
+    steps = [(work_of_record(record), record.duration) for record in records if record.requests]
+
+    def calibration(x):
+        return Calibration(Cost(0, x[0]), Cost(0, x[0]), Cost(0, x[0]), 1, Cost(0, 1), x[1], x[2])
+
+    def loss(x):
+        guess = recalibrated(ledger, calibration(x))
+        return sum(abs(math.log(guess.step_time(work) / seconds)) for work, seconds in steps)
+
+    typical = statistics.median(seconds for _, seconds in steps)
+    return calibration(pattern_search(loss, [0.5, typical / 2, typical / 20]))
+
+
+def print_fit():
+    """The constants, and the error of every estimate in percent."""
+    fitted, measured = fit(), measured_ops()
+    table = estimated_ops(fitted, measured)
+    print(f"{fitted}\n\nestimated / measured - 1, in %, by tokens in the batch:")
+    sizes, layers, wanted = sorted({T for _, T in measured}), layer_seconds(table), layer_seconds(measured)
+    ratios = {name: [table[name, T] / measured[name, T] for T in sizes] for name in MEASURED}
+    print(" " * 26 + "".join(f"{T:6}" for T in sizes))
+    for name, row in {**ratios, "the whole layer": [layers[T] / wanted[T] for T in sizes]}.items():
+        print(f"{name:26}" + "".join(f"{100 * (ratio - 1):+6.0f}" for ratio in row))
+    print("\nall_reduce, by bytes a rank: " + "  ".join(
+        f"{size}: {100 * (ratio - 1):+.0f}" for size, ratio in all_reduce_errors(fitted.all_reduce).items()))

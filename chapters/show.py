@@ -1,0 +1,412 @@
+"""Pictures of a run, all drawn from its StepRecords: in a terminal of any width, with or without colour, or as SVG.
+
+    python chapters/show.py records.jsonl                        the step table and the timeline
+    python chapters/show.py records.jsonl --trace trace.json     open it in ui.perfetto.dev or chrome://tracing
+
+`nano_serve.py --records FILE` and `bench.py --records FILE` write such a file, one StepRecord a line.
+
+    StepTable   what each step did            Timeline    who did what in which step
+    BlockMap    who holds which KV block      LineChart   curves, a limit, a region
+    BarChart    a few numbers side by side    chrome_trace, save_svg
+
+Each picture is a rich renderable: `rich.print(Timeline(records))`.  A letter says what a colour says, so a black and
+white printout loses nothing, and a picture asks the console for its width.  vLLM has no such file; its metrics go to
+Prometheus, its traces to OpenTelemetry.  Read `phases` first: it alone decides what a request was doing in a step.
+"""
+from __future__ import annotations
+
+import argparse
+import html
+import io
+import json
+import math
+import pathlib
+import sys
+from dataclasses import dataclass, field
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from rich.console import Console, Group  # noqa: E402
+from rich.table import Table  # noqa: E402
+from rich.text import Text  # noqa: E402
+
+from scheduler import RequestStep, StepRecord  # noqa: E402
+
+# What a request does in a step: letter, words, colour.  A cell for several steps shows the first that occurs in them.
+PHASES = {"x": ("preempted (抢占)", "bold white on red"), "R": ("recompute (重计算)", "bold white on magenta"),
+          "C": ("prefill after a prefix hit", "bold black on cyan"), "P": ("prefill chunk", "bold white on blue"),
+          "w": ("waiting", "black on white"), "-": ("no budget left for it", "yellow"),
+          "d": ("decode", "black on green")}
+
+
+def load_records(path) -> list[StepRecord]:
+    """StepRecords from JSON lines.  ValueError names the first line that is not one."""
+    records = []
+    for number, line in enumerate(pathlib.Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+                records.append(StepRecord(**{**row, "requests": [RequestStep(**r) for r in row["requests"]]}))
+            except (TypeError, KeyError, ValueError) as error:
+                raise ValueError(f"{path}:{number} is not a StepRecord: {error}") from None
+    return records
+
+
+def phases(records) -> dict[str, dict[int, str]]:
+    """{request id: {index in records: letter of PHASES}}, requests in order of admission.
+
+    A request prefills until it samples; then each scheduled token is a decode, until a preemption sends it back to
+    compute everything again.  Example: w P P d d x w R d."""
+    letters: dict[str, dict[int, str]] = {}
+    last: dict[str, int] = {}                  # where a request was scheduled last
+    mode: dict[str, str] = {}                  # P, then d, then R after a preemption
+    for index, record in enumerate(records):
+        for request in record.requests:
+            name, row = request.request_id, letters.setdefault(request.request_id, {})
+            if name not in mode:
+                mode[name] = "P"
+                arrived = next((i for i in range(index, 0, -1) if records[i - 1].time < request.arrival_time), 0)
+                gap, fill = range(arrived, index), "w"
+            else:
+                gap, fill = range(last[name] + 1, index), "w" if mode[name] == "R" else "-"
+            row.update({i: fill for i in gap if i not in row})
+            row[index] = "C" if request.hit_blocks and mode[name] == "P" else mode[name]
+            last[name] = index
+            if request.sampled is not None:
+                mode[name] = "d"
+        for name in record.preempted:
+            if name in letters:
+                letters[name][index], mode[name], last[name] = "x", "R", index
+    return letters
+
+
+def describe(request, letter: str) -> str:
+    """One request's part in a step, as in `a P 0→512` or `b d 513`."""
+    done = f"{request.computed}→{request.computed + request.scheduled}" if letter != "d" else f"{request.computed}"
+    hit = f" (hit {request.hit_blocks} blocks)" if request.hit_blocks else ""
+    return f"{request.request_id} {letter} {done}{hit}"
+
+
+def legend(letters) -> Text:
+    text = Text()
+    for letter, (words, style) in PHASES.items():
+        if letter in letters:
+            text.append(f" {letter} ", style)
+            text.append(f" {words}   ")
+    return text
+
+
+@dataclass
+class StepTable:
+    """One row a step: when, how long, who, how much of the budget.  A narrow console gets the columns that matter most.
+
+    More than `max_steps` steps are cut in the middle, and the gap says how many it hides."""
+    records: list
+    max_steps: int = 40
+
+    def __rich_console__(self, console, options):
+        wide = options.max_width >= 90
+        table = Table(title="steps", title_justify="left", pad_edge=False, expand=False)
+        for name in ("step", "start ms", "took ms") if wide else ("step", "took ms"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("requests", overflow="fold", ratio=1)
+        for name in ("tokens", "run", "wait", "free blocks") if wide else ("tokens", "wait"):
+            table.add_column(name, justify="right", no_wrap=True)
+        letters, records, hidden = phases(self.records), self.records, len(self.records) - self.max_steps
+        for i, record in enumerate(records):
+            if hidden > 0 and self.max_steps // 2 <= i < len(records) - self.max_steps // 2:
+                if i == self.max_steps // 2:
+                    table.add_row("…", *[""] * (1 + wide), f"{len(records) - 2 * (self.max_steps // 2)} steps more")
+                continue
+            start = [f"{1e3 * (record.time - records[0].time):.1f}"] if wide else []
+            tail = [f"{record.used}/{record.budget}"] + ([str(record.running)] if wide else []) + [str(record.waiting)]
+            table.add_row(str(record.step), *start, f"{1e3 * record.duration:.1f}", self.who(record, i, letters), *tail,
+                          *([f"{record.free_blocks}/{record.total_blocks}"] if wide else []))
+        yield table
+
+    def who(self, record, index, letters) -> str:
+        """Everybody by name while they are few; decodes, which are all alike, are counted once they are many."""
+        parts = [(request, letters[request.request_id][index]) for request in record.requests]
+        decodes = [request for request, letter in parts if letter == "d"]
+        text = [describe(request, letter) for request, letter in parts if letter != "d" or len(decodes) <= 3]
+        text += [f"{len(decodes)} decodes"] if len(decodes) > 3 else []
+        return ", ".join(text + [f"{name} preempted" for name in record.preempted]
+                         + [f"{name} done" for name in record.finished]) or "nobody"
+
+
+@dataclass
+class Timeline:
+    """A row a request, a column a step; a column stands for several steps when there are more steps than columns."""
+    records: list
+    max_requests: int = 40
+
+    def __rich_console__(self, console, options):
+        letters = phases(self.records)
+        names = list(letters)[:self.max_requests]
+        label = min(max([len(name) for name in names] + [4]), 16)
+        steps, room = len(self.records), max(options.max_width - label - 1, 8)
+        per = max(1, -(-steps // room))
+        columns = -(-steps // per)
+        ruler = "".join(f"{self.records[i * per].step:<10}" for i in range(0, columns, 10))
+        yield Text(f"{'step':<{label}} " + ruler[:columns], style="dim", no_wrap=True)
+        for name in names:
+            row = Text(f"{name[-label:]:<{label}} ", no_wrap=True)
+            for column in range(columns):
+                here = [letters[name].get(i) for i in range(column * per, min((column + 1) * per, steps))]
+                letter = next((letter for letter in PHASES if letter in here), " ")
+                row.append(letter, PHASES[letter][1] if letter != " " else "")
+            yield row
+        if len(letters) > len(names):
+            yield Text(f"… and {len(letters) - len(names)} requests more")
+        yield legend({letter for row in letters.values() for letter in row.values()})
+        if per > 1:
+            yield Text(f"One column is {per} steps: the first of these letters that occurs in them.", style="dim")
+
+
+@dataclass
+class BlockMap:
+    """The pool, block by block: the requests' letters, and what is free or remembered.
+
+    A capital says that the block is full and named, so that the prefix cache can find it."""
+    kv_cache_manager: object
+
+    def __rich_console__(self, console, options):
+        manager, colours = self.kv_cache_manager, ("green", "blue", "magenta", "cyan", "yellow", "red")
+        names = list(manager.req_to_block_ids)
+        holders: dict[int, list[int]] = {}
+        for index, name in enumerate(names):
+            for block_id in manager.get_block_ids(name):
+                holders.setdefault(block_id, []).append(index)
+        per_row = max(8, min(64, (options.max_width - 7) // 8 * 8))
+        row = Text()
+        for block in manager.block_pool.blocks:
+            if block.block_id % per_row == 0:
+                if block.block_id:
+                    yield row
+                row = Text(f"{block.block_id:>5}  ", no_wrap=True)
+            who = holders.get(block.block_id, [])
+            if block.block_id == 0:
+                row.append("0", "dim")
+            elif not who:
+                row.append("." if block.block_hash is None else "+", "dim")
+            elif len(who) > 1:
+                row.append(str(len(who)) if len(who) < 10 else "*", "bold reverse")
+            else:
+                letter = chr(ord("a") + who[0] % 26)
+                row.append(letter.upper() if block.block_hash else letter, colours[who[0] % 6])
+        yield row
+        yield Text("0 null block   . free   + free, still cached   2-9 * held by so many   capital: full and cached")
+        yield Text("   ".join(f"{chr(ord('a') + i % 26)} {name}" for i, name in enumerate(names)))
+
+
+@dataclass
+class BarChart:
+    """Labelled numbers as bars from zero: [(label, value), ...], none negative.  `unit` stands behind each number."""
+    title: str
+    rows: list
+    unit: str = ""
+
+    def __rich_console__(self, console, options):
+        label = max(len(str(name)) for name, _ in self.rows)
+        number = max(len(f"{value:,.4g}") for _, value in self.rows)
+        room = max(4, options.max_width - label - number - len(self.unit) - 4)
+        largest = max(value for _, value in self.rows) or 1
+        yield Text(self.title, style="bold")
+        for i, (name, value) in enumerate(self.rows):
+            bar = ("#" if options.ascii_only else "█") * max(round(room * value / largest), int(value > 0))
+            yield Text.assemble(f"{name!s:<{label}} ", f"{value:>{number},.4g}{self.unit and ' ' + self.unit} ",
+                                (bar, ("blue", "green", "magenta", "cyan")[i % 4]), no_wrap=True)
+
+
+MARKERS = "ox+*#%@"
+COLOURS = ("#1f6feb", "#c2410c", "#15803d", "#7e22ce", "#b91c1c", "#0f766e", "#525252")
+
+
+@dataclass
+class LineChart:
+    """Curves over shared x values; each has a marker, so colour is a help and not a need.  The y axis starts at 0.
+
+    series: {name: [y, ...]}, None where there is none.  limit: (y, label), a line across, such as an SLO.  region:
+    (x from, x to, label), marked under the axis, such as where the SLO holds.  log_x spaces 1, 2, 4, 8 evenly.
+    `svg()` is the same chart with real lines."""
+    title: str
+    xs: list
+    series: dict
+    x_label: str = ""
+    y_label: str = ""
+    limit: tuple | None = None
+    region: tuple | None = None
+    log_x: bool = False
+    height: int = 12
+
+    def __post_init__(self):
+        values = [y for ys in self.series.values() for y in ys if y is not None]
+        largest = max(values + [self.limit[0] if self.limit else 0]) or 1
+        scale = 10 ** math.floor(math.log10(largest))
+        self.top = next(step * scale for step in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if step * scale >= largest * 0.9999)
+
+    def at(self, x) -> float:
+        """0..1 along the x axis."""
+        low, high, x = [math.log(v) if self.log_x else v for v in (min(self.xs), max(self.xs), x)]
+        return (x - low) / (high - low) if high > low else 0.5
+
+    def points(self, name) -> list[tuple[float, float]]:
+        """The curve in 0..1 x 0..1, y upwards."""
+        return [(self.at(x), y / self.top) for x, y in zip(self.xs, self.series[name]) if y is not None]
+
+    def __rich_console__(self, console, options):
+        ticks = {0: f"{self.top:,g}", self.height // 2: f"{self.top / 2:,g}", self.height: "0"}
+        left = max(len(text) for text in ticks.values())
+        columns = max(16, min(options.max_width - left - 6, 100))
+        grid = [[" "] * (columns + 1) for _ in range(self.height + 1)]
+        dot = "." if options.ascii_only else "·"
+        if self.limit:
+            grid[round(self.height * (1 - self.limit[0] / self.top))] = ["-"] * (columns + 1)
+        for i, name in enumerate(self.series):
+            points = self.points(name)
+            for (x0, y0), (x1, y1) in zip(points, points[1:]):
+                for column in range(math.ceil(x0 * columns), math.floor(x1 * columns) + 1):
+                    y = y0 + (y1 - y0) * (column / columns - x0) / ((x1 - x0) or 1)
+                    grid[round(self.height * (1 - y))][column] = dot
+            for x, y in points:
+                grid[round(self.height * (1 - y))][round(x * columns)] = MARKERS[i % len(MARKERS)]
+        yield Text(self.title, style="bold")
+        yield Text(self.y_label, style="dim")
+        edge = "|" if options.ascii_only else "│"
+        for i, row in enumerate(grid):
+            yield Text(f"{ticks.get(i, ''):>{left}} {edge}{''.join(row)}", no_wrap=True)
+        below = [" "] * (columns + 12)
+        for x in self.xs:
+            text, start = f"{x:g}", round(self.at(x) * columns)
+            if all(c == " " for c in below[max(start - 1, 0):start + len(text) + 1]):
+                below[start:start + len(text)] = text
+        yield Text(" " * (left + 2) + "".join(below).rstrip(), no_wrap=True)
+        yield Text(" " * (left + 2) + self.x_label, style="dim")
+        if self.region:
+            start, end = [round(self.at(x) * columns) for x in self.region[:2]]
+            inside = f" {self.region[2]} ".center(end - start - 1, "=")
+            bar = inside if len(inside) == end - start - 1 else "=" * max(end - start - 1, 0)
+            yield Text(" " * (left + 2 + start) + f"[{bar}]" + ("" if bar is inside else f" {self.region[2]}"))
+        yield Text("   ".join([f"{MARKERS[i % len(MARKERS)]} {name}" for i, name in enumerate(self.series)]
+                              + ([f"--- {self.limit[1]}"] if self.limit else [])))
+
+    def svg(self, width: int = 720, height: int = 320) -> str:
+        """The chart as an SVG document."""
+        left, right, top, bottom = 64, 16, 34, 64
+        w, h = width - left - right, height - top - bottom
+
+        def text(x, y, words, anchor="middle", extra=""):
+            return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {extra}>{html.escape(str(words))}</text>'
+
+        parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+                 f'font-size="12"><rect width="{width}" height="{height}" fill="white"/>',
+                 text(left, 16, self.title, "start", 'font-weight="bold"')]
+        if self.region:
+            x0, x1 = [left + w * self.at(x) for x in self.region[:2]]
+            parts += [f'<rect x="{x0:.1f}" y="{top}" width="{max(x1 - x0, 3):.1f}" height="{h}" fill="#dcfce7"/>',
+                      text((x0 + x1) / 2, top + 12, self.region[2])]
+        for i in range(5):
+            y = top + h * (1 - i / 4)
+            parts += [f'<path d="M{left} {y:.1f}h{w}" stroke="#ddd"/>',
+                      text(left - 6, y + 4, f"{self.top * i / 4:,g}", "end")]
+        parts += [text(left + w * self.at(x), top + h + 16, f"{x:g}") for x in self.xs[::max(1, len(self.xs) // 12)]]
+        parts += [text(left + w / 2, top + h + 33, self.x_label),
+                  text(left, top - 4, self.y_label, "start", 'fill="#555"')]
+        if self.limit:
+            y = top + h * (1 - self.limit[0] / self.top)
+            parts += [f'<path d="M{left} {y:.1f}h{w}" stroke="black" stroke-dasharray="6 4"/>',
+                      text(left + w, y - 4, self.limit[1], "end")]
+        for i, name in enumerate(self.series):
+            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+            stroke = f'stroke="{colour}" stroke-width="2" stroke-dasharray="{("none", "7 3", "2 3", "9 3 2 3")[i % 4]}"'
+            points = [(left + w * x, top + h * (1 - y)) for x, y in self.points(name)]
+            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            parts.append(f'<polyline points="{line}" fill="none" {stroke}/>')
+            parts += [text(x, y + 4, marker, "middle", f'fill="{colour}" font-weight="bold"') for x, y in points]
+            parts.append(text(left + 150 * i, height - 10, f"{marker} {name}", "start", f'fill="{colour}"'))
+        return "\n".join(parts + ["</svg>\n"])
+
+
+def save_svg(picture, path, width: int = 100) -> None:
+    """Write a picture as SVG: a chart draws itself, all else is as the console would show it, `width` columns wide.
+    The same picture gives the same file."""
+    if hasattr(picture, "svg"):
+        document = picture.svg()
+    else:
+        console = Console(width=width, record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+        console.print(picture)
+        document = console.export_svg(title="nano-serve")
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(document, encoding="utf-8")
+
+
+def chrome_trace(records) -> dict:
+    """The run in Chrome's trace format, for ui.perfetto.dev: a lane a request (queued, each prefill chunk, each decode,
+    preempted); counters for KV blocks, token budget, running and waiting.  Microseconds from the first arrival."""
+    names, events, zero = {}, [], min([record.time for record in records]
+                                      + [r.arrival_time for record in records for r in record.requests], default=0.0)
+    waiting_since: dict[str, tuple[float, str]] = {}
+
+    def slice_(name, tid, start, end, **args):
+        events.append({"name": name, "ph": "X", "pid": 1, "tid": tid, "ts": (start - zero) * 1e6,
+                       "dur": max(end - start, 0.0) * 1e6, "args": args})
+
+    letters = phases(records)
+    for index, record in enumerate(records):
+        end = record.time + record.duration
+        for request in record.requests:
+            name = request.request_id
+            if name not in names:
+                names[name] = len(names) + 1
+                waiting_since[name] = (request.arrival_time, "queued")
+            if name in waiting_since:
+                since, why = waiting_since.pop(name)
+                slice_(why, names[name], since, record.time)
+            letter = letters[name][index]
+            reach = f" {request.computed}→{request.computed + request.scheduled}"
+            title = "decode" if letter == "d" else ("recompute" if letter == "R" else "prefill") + reach
+            slice_(title, names[name], record.time, end, step=record.step, computed=request.computed,
+                   scheduled=request.scheduled, hit_blocks=request.hit_blocks, sampled=request.sampled)
+        for name in record.preempted:
+            waiting_since[name] = (record.time, "preempted")
+        used = record.total_blocks - record.free_blocks
+        for counter, values in {"KV blocks": {"used": used, "free": record.free_blocks},
+                                "token budget": {"used": record.used, "unused": record.budget - record.used},
+                                "requests": {"running": record.running, "waiting": record.waiting}}.items():
+            events.append({"name": counter, "ph": "C", "pid": 0, "ts": (record.time - zero) * 1e6, "args": values})
+    heads = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "engine"}},
+             {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "requests"}}]
+    heads += [{"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}
+              for name, tid in names.items()]
+    return {"traceEvents": heads + events, "displayTimeUnit": "ms"}
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("file", help="StepRecords as JSON lines")
+    parser.add_argument("--trace", metavar="OUT.json", help="write a Chrome/Perfetto trace instead of printing")
+    parser.add_argument("--save", metavar="DIR", help="save the step table and the timeline as SVG too")
+    parser.add_argument("--max-steps", type=int, default=40, help="rows of the step table before its middle is cut")
+    args = parser.parse_args(argv)
+    try:
+        records = load_records(args.file)
+        if not records:
+            raise ValueError(f"{args.file} holds no step")
+    except (OSError, ValueError) as error:
+        print(f"show.py: {error}", file=sys.stderr)
+        return 2
+    if args.trace:
+        pathlib.Path(args.trace).write_text(json.dumps(chrome_trace(records)), encoding="utf-8")
+        print(f"{args.trace}: {len(records)} steps; open it in https://ui.perfetto.dev")
+        return 0
+    pictures = {"steps": StepTable(records, args.max_steps), "timeline": Timeline(records)}
+    Console().print(Group(*pictures.values()))
+    for name, picture in pictures.items() if args.save else ():
+        save_svg(picture, pathlib.Path(args.save) / f"{name}.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
