@@ -9,7 +9,7 @@ import time
 
 from tokenizers import Tokenizer
 
-from model import _read_json
+from model import CheckpointError, _read_json
 from scheduler import RequestRefused
 
 
@@ -19,9 +19,18 @@ class TextCodec:
     def __init__(self, folder):
         file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
         # tokenizer.json is the authority on how text is cut; tokenizer_config.json only tells names, some as {"content": …}.
-        self.tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
+        try:
+            self.tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
+        except Exception as error:                                        # the library has no class of its own for this
+            raise CheckpointError(f"{file} is not a tokenizer: {error}") from None
+        if self.tokenizer is not None:      # a file may bring settings made for training; a prompt is neither cut nor padded
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
         self.config = _read_json(config) if config.is_file() else {}
-        self.special = {k: v["content"] if isinstance(v, dict) else v for k, v in self.config.items() if k.endswith("_token")}
+        if not isinstance(self.config, dict):
+            raise CheckpointError(f"{config} holds no JSON object")
+        tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in self.config.items() if k.endswith("_token")}
+        self.special = {k: v for k, v in tokens.items() if isinstance(v, str)}
         template = folder / "chat_template.jinja"
         self.chat_template = template.read_text(encoding="utf-8") if template.is_file() else self.config.get("chat_template")
         if isinstance(self.chat_template, list):                          # several named ones
@@ -42,11 +51,14 @@ class TextCodec:
         return "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(self, messages, add_generation_prompt=True):
-        """[{"role": …, "content": …}] to the text that the model was trained on, by its own jinja template. The template comes with
-        the weights from anywhere, so it runs in a sandbox. vLLM: entrypoints/chat_utils.py renders it through transformers."""
+        """[{"role": …, "content": …}, …] to the text that the model was trained on, by its own jinja template. The template comes
+        with the weights from anywhere, so it runs in a sandbox, and whatever it raises is this request's failure alone.
+        vLLM renders it through transformers (entrypoints/llm.py, LLM.chat); left out: tools, content in parts."""
         if not self.chat_template:
             raise RequestRefused("this checkpoint has no chat template; use generate() with a plain prompt")
-        from jinja2 import TemplateError
+        if not messages or not isinstance(messages, (list, tuple)) or not all(
+                isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
+            raise RequestRefused(f'messages are a list of {{"role": text, "content": text}}, at least one, not {messages!r:.80}')
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         def raise_exception(message):
@@ -56,8 +68,10 @@ class TextCodec:
         env.globals.update(raise_exception=raise_exception, strftime_now=lambda f: time.strftime(f))
         try:
             return env.from_string(self.chat_template).render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
-        except (TemplateError, TypeError, AttributeError, KeyError) as error:
+                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self.special)
+        except RequestRefused:
+            raise
+        except Exception as error:
             raise RequestRefused(f"the chat template can't render these messages: {error}") from None
 
 
@@ -66,7 +80,7 @@ class Detokenizer:
 
     A character may span tokens, and a token's text may depend on the one before it, so the text of a token is the difference of
     two decodes. Example: 世 is the bytes E4 B8 96 in three tokens; after the first and second the decode ends in U+FFFD, which means
-    "not finished": nothing is emitted. After the third the whole character is. `text` is what may be shown; `held` what waits.
+    "not finished": nothing is emitted. After the third the whole character is. Only a request that ends there shows the U+FFFD.
     vLLM: v1/engine/detokenizer.py:69 BaseIncrementalDetokenizer
     """
 
@@ -85,8 +99,10 @@ class Detokenizer:
         before, skip = len(self.text), self.params.skip_special_tokens
         old = self.codec.decode(self.token_ids[self.context:self.unread], skip)
         new = self.codec.decode(self.token_ids[self.context:], skip)
-        if len(new) > len(old) and (finished or not new.endswith("\ufffd")):
-            self.text += new[len(old):]
+        # A run of byte tokens (byte fallback) is all U+FFFD once one of them is wrong. What was shown stays; the new ones alone count.
+        piece = new[len(old):] if new.startswith(old) else self.codec.decode(self.token_ids[self.unread:], skip)
+        if piece and (finished or not piece.endswith("\ufffd")):
+            self.text += piece
             self.context, self.unread = self.unread, len(self.token_ids)
         stop = self._find_stop(before)
         self.shown = len(self.text) if finished or stop else len(self.text) - self._held_back()
