@@ -407,8 +407,7 @@ class KVCacheManager:
 
 
 class KVCache:
-    """The tensors behind the block ids: `k` and `v`, each `[L, num_blocks, block_size, Hkv, d]`; `k[i]` is what layer i
-    reads.
+    """The tensors behind the block ids: `k`, `v` `[L, num_blocks, block_size, Hkv, d]`; layer i reads `k[i]`, `v[i]`.
 
     Slot s = block_id * block_size + offset is row s of `k[i].flatten(0, 1)`. Block size 4, table [7, 2], position 5 →
     block 2, offset 1 → slot 9. One tensor holds all layers, so that handing a block over is one slice, `k[:,
@@ -424,7 +423,7 @@ class KVCache:
 
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        # Not zeroed: a slot is written before it is read, always, and 1 GiB of zeros would cost a second at every start.
+        # Not zeroed: a slot is always written before it is read, so zeros would only delay the start.
         self.k = torch.empty(shape, dtype=dtype, device=device)  # [L, num_blocks, block_size, Hkv, d]
         self.v = torch.empty(shape, dtype=dtype, device=device)  # [L, num_blocks, block_size, Hkv, d]
 
@@ -440,6 +439,6 @@ class KVCache:
 
     @staticmethod
     def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """K and V of one block over all layers, in bytes. Llama-3-70B in FP16: 2 * 80 * 8 * 128 * 2 B = 320 KiB a
-        token, times 16."""
+        """K and V of one block over all layers, in bytes. Llama-3-70B, FP16: 2 * 80 * 8 * 128 * 2 B = 320 KiB a
+        token."""
         return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize

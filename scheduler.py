@@ -18,9 +18,9 @@ keeps its tokens, waits at the front, and computes its K/V again: recompute (重
 
 Promises: the decisions of vLLM 0.27.1, step by step; Σ tokens ≤ budget and scheduled ⊆ running; a request that is
 accepted ends, and one that could never end is refused when it is added; the cost of a step doesn't grow with the number
-of waiting requests. Plain Python: no tensor, no clock, no randomness, so an engine, a simulator and a test drive it
-alike. Leaves out: speculative decoding, asynchronous scheduling (planning one step ahead), encoder inputs, structured
-output, LoRA, pooling, KV connectors, the watermark, streaming input.
+of waiting requests. No tensor, no clock, no randomness: an engine, a simulator and a test drive it alike.
+Leaves out: speculative decoding, asynchronous scheduling (planning one step ahead), encoder inputs, structured output,
+LoRA, pooling, KV connectors, the watermark, streaming input.
 
 Read in this order: Request; SchedulerConfig; the waiting queues; Scheduler.schedule and its two loops;
 update_from_output and check_stop; then SamplingParams, StepRecord and check_invariants as needed.
