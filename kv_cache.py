@@ -16,10 +16,10 @@ name and shares it: the prefix cache (前缀缓存). Only full blocks are shared
 again, so sharing needs no copy.
 
 Promises: every operation that vLLM does in O(1) is O(1) here; block ids, free-list order and hits are vLLM's, decision
-for decision; free + used + null = pool, and `check_invariants` proves it at any moment. Leaves out:
-several KV groups (sliding window, Mamba, cross attention), LoRA / multimodal / salt keys in the hash, speculative
-lookahead slots, the watermark, KV events, connectors and partial-block hits. The bookkeeping is plain Python: it moves
-numbers, never tensors, so a scheduler can be tested or simulated without torch.
+for decision; free + used + null = pool, and `check_invariants` proves it at any moment. The bookkeeping is plain
+Python: it moves numbers, never tensors, so a scheduler can be tested or simulated without torch.
+Leaves out: several KV groups (sliding window, Mamba, cross attention), LoRA / multimodal / salt keys in the hash,
+speculative lookahead slots, the watermark, KV events, connectors and partial-block hits.
 
 Read in this order: KVCacheBlock and the free list; hash_block_tokens; BlockPool (which block is free, which is cached);
 KVCacheManager (which request holds which block); KVCache (the tensors behind the numbers).
@@ -129,8 +129,7 @@ def hash_block_tokens(parent_block_hash: bytes, token_ids: list[int]) -> bytes:
     another block: with block size 2, [3, 4] after [1, 2] and [3, 4] at the start of a sequence must not be mistaken for
     each other.
 
-    Example, block size 4, ten tokens t0..t9:  h0 = H(NONE_HASH, t0..t3), h1 = H(h0, t4..t7); t8, t9 fill no block and
-    get no name.
+    Example, block size 4, ten tokens t0..t9: h0 = H(NONE_HASH, t0..t3), h1 = H(h0, t4..t7); t8, t9 fill no block.
     vLLM: v1/core/kv_cache_utils.py:596 hash_block_tokens (there also LoRA, multimodal and salt keys)
     """
     return hashlib.sha256(parent_block_hash + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()
@@ -170,8 +169,8 @@ class BlockPool:
         return self.free_block_queue.num_free_blocks
 
     def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
-        """The block with this name, the oldest if several carry it, or None. vLLM:
-        v1/core/block_pool.py:198 BlockPool.get_cached_block"""
+        """The block with this name, the oldest if several carry it, or None.
+        vLLM: v1/core/block_pool.py:198 BlockPool.get_cached_block"""
         same_name = self.cached_block_hash_to_block.get(block_hash)
         return next(iter(same_name.values())) if same_name else None
 
@@ -182,8 +181,8 @@ class BlockPool:
         self.cached_block_hash_to_block.setdefault(block_hash, {})[block.block_id] = block
 
     def uncache_block(self, block: KVCacheBlock) -> None:
-        """Take a block's name away: nobody finds it any more. vLLM:
-        v1/core/block_pool.py:679 BlockPool._maybe_evict_cached_block"""
+        """Take a block's name away: nobody finds it any more.
+        vLLM: v1/core/block_pool.py:679 BlockPool._maybe_evict_cached_block"""
         if block.block_hash is None:
             return
         same_name = self.cached_block_hash_to_block[block.block_hash]
@@ -194,8 +193,8 @@ class BlockPool:
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take blocks for new content from the front. This, and not an earlier moment, is eviction (淘汰): the old name
-        goes with it, or a later request would be given another text's KV. vLLM:
-        v1/core/block_pool.py:647 BlockPool.get_new_blocks"""
+        goes with it, or a later request would be given another text's KV.
+        vLLM: v1/core/block_pool.py:647 BlockPool.get_new_blocks"""
         blocks = [self.free_block_queue.popleft() for _ in range(num_blocks)]
         for block in blocks:
             self.uncache_block(block)
@@ -203,15 +202,14 @@ class BlockPool:
         return blocks
 
     def touch(self, block: KVCacheBlock) -> None:
-        """One more table holds this block. Was it free, it leaves the list. vLLM:
-        v1/core/block_pool.py:702 BlockPool.touch"""
+        """One more table holds this block. Was it free, it leaves the list.
+        vLLM: v1/core/block_pool.py:702 BlockPool.touch"""
         if block.ref_cnt == 0:
             self.free_block_queue.remove(block)
         block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """One table fewer holds each block; those that nobody holds return to the free list. Freeing a free block is an
-        error.
+        """One table fewer holds each block; those that nobody holds return to the free list. Freeing twice is an error.
 
         Without a name a block can never be hit, so nothing is lost by reusing it at once: front. With one it may still
         be: back. A pool that caches nothing has no reason to choose, and appends all.
@@ -233,8 +231,7 @@ class BlockPool:
 class KVCacheManager:
     """Which request holds which blocks: what the scheduler asks before it promises anybody a step.
 
-    `num_blocks` counts the null block. Requests are known by `request_id`; a request without blocks is simply not in
-    the tables.
+    `num_blocks` counts the null block. A request is known by its `request_id`, and only while it holds blocks.
 
     Example, block size 4, a prompt of ten tokens in an empty pool, then one output token a step:
       allocate_slots(request, 10)   table [1, 2, 3], blocks 1 and 2 published; slots 10, 11 of block 3 are still empty
@@ -265,19 +262,19 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the usable blocks that some request holds, 0.0 to 1.0. vLLM:
-        v1/core/block_pool.py:807 BlockPool.get_usage"""
+        """Share of the usable blocks that some request holds, 0.0 to 1.0.
+        vLLM: v1/core/block_pool.py:807 BlockPool.get_usage"""
         return 1.0 - self.num_free_blocks / self.num_usable_blocks
 
     def get_block_ids(self, request_id: str) -> list[int]:
-        """The request's block table, empty if it holds none. vLLM:
-        v1/core/kv_cache_manager.py:707 KVCacheManager.get_block_ids"""
+        """The request's block table, empty if it holds none.
+        vLLM: v1/core/kv_cache_manager.py:707 KVCacheManager.get_block_ids"""
         return list(self.req_to_block_ids.get(request_id, ()))
 
     def update_block_hashes(self, request: Request) -> None:
         """Name the blocks that the request's known tokens have filled since the last call. Its names stay with the
-        request, through preemption too, so each token is hashed once in its life. vLLM:
-        v1/request.py:262 Request.update_block_hashes"""
+        request, through preemption too, so each token is hashed once in its life.
+        vLLM: v1/request.py:262 Request.update_block_hashes"""
         if not self.enable_prefix_caching:
             return
         hashes, tokens, size = request.block_hashes, request.all_token_ids, self.block_size
@@ -304,8 +301,7 @@ class KVCacheManager:
 
     def allocate_slots(self, request: Request, num_new_tokens: int, new_computed_blocks: Sequence[KVCacheBlock] = (),
                        full_sequence_must_fit: bool = False) -> bool:
-        """Give the request slots for its next `num_new_tokens` tokens, behind the hits if it brings any. False: nothing
-        was taken.
+        """Give the request slots for its next `num_new_tokens` tokens, behind the hits it brings. False: nothing taken.
 
         `full_sequence_must_fit` asks that *all* its known tokens would fit the blocks free now, not only this chunk. It
         is a check, not a reservation: the blocks of later chunks stay free, so two long prompts may still collide, and
@@ -319,8 +315,7 @@ class KVCacheManager:
         num_tokens = num_computed + num_new_tokens
         if num_tokens > num_held * size:  # most decodes stay within their last block and skip all this
             num_to_fit = request.num_tokens if full_sequence_must_fit else num_tokens
-            # A hit that lies in the free list costs a free block as much as a new one does; a hit that others hold
-            # costs nothing.
+            # A hit that lies in the free list costs a free block, as a new one does; a hit that others hold costs none.
             num_free_hits = sum(block.ref_cnt == 0 for block in new_computed_blocks)
             num_held += len(new_computed_blocks)
             if -(-num_to_fit // size) - num_held + num_free_hits > self.num_free_blocks:
@@ -337,13 +332,12 @@ class KVCacheManager:
         return True
 
     def _cache_full_blocks(self, request: Request, table: list[int], num_full: int) -> None:
-        """Publish the blocks that this step will fill, before it has: a request admitted later in the same step may hit
-        them.
+        """Publish the blocks that this step will fill, before it has: who is admitted later in this step may hit them.
 
         That is safe because a step is one batch and every layer writes the K/V of the whole batch before it attends.
-        What must hold is that a step, once scheduled, is run. The one case where it is not, a request preempted after
-        it was scheduled, is undone in `free`. vLLM:
-        v1/core/single_type_kv_cache_manager.py:427 SingleTypeKVCacheManager.cache_blocks
+        What must hold is that a planned step is run. Where it is not, because a request is preempted after it was
+        scheduled, `free` takes the names back.
+        vLLM: v1/core/single_type_kv_cache_manager.py:427 SingleTypeKVCacheManager.cache_blocks
         """
         for i in range(self.num_cached_blocks[request.request_id], num_full):
             self.block_pool.cache_full_block(self.block_pool.blocks[table[i]], request.block_hashes[i])
@@ -353,16 +347,15 @@ class KVCacheManager:
         """Let go of all blocks of a request that ended or is preempted; without blocks, do nothing.
 
         In reverse: the tail of a sequence is worth least (a hit needs everything before it), so the tail must be reused
-        first and the head, perhaps a system prompt that everybody shares, last. vLLM:
-        v1/core/kv_cache_manager.py:567 KVCacheManager.free
+        first and the head, perhaps a system prompt that everybody shares, last.
+        vLLM: v1/core/kv_cache_manager.py:567 KVCacheManager.free
         """
         blocks = [self.block_pool.blocks[i] for i in self.req_to_block_ids.pop(request.request_id, ())]
         num_cached = self.num_cached_blocks.pop(request.request_id, 0)
         self.block_pool.free_blocks(reversed(blocks))
-        # A request preempted in a step that had already scheduled it: that step was to fill these blocks, they are
-        # published, and now nobody will write them. Nobody has hit them yet, because a step that preempts admits no
-        # one; so it is in time to take their names away. After the step, all that is published is written, and the
-        # slice is empty.
+        # Preempted in a step that had already scheduled it? That step was to fill these blocks: they are published, and
+        # now nobody will write them. Nobody has hit them yet, as a step that preempts admits no one, so it is in time to
+        # take their names away. At any other moment all that is published is written, and the slice is empty.
         for block in blocks[request.num_computed_tokens // self.block_size:num_cached]:
             self.block_pool.uncache_block(block)
 

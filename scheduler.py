@@ -92,7 +92,6 @@ class SamplingParams:
 
 class RequestStatus(enum.Enum):
     """Where a request is. vLLM: v1/request.py:348 RequestStatus (there the reason of the end is part of the status)"""
-
     WAITING = "waiting"      # not admitted yet
     RUNNING = "running"      # admitted: holds blocks, served every step the budget allows
     PREEMPTED = "preempted"  # waiting again, without blocks, with everything it has generated
