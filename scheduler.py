@@ -325,12 +325,12 @@ class Scheduler:
             raise RequestRefused(f"request id {request_id!r} is already in use by a request that has not ended")
         if num_tokens == 0:
             raise RequestRefused(f"the prompt of {request_id!r} is empty: no token to predict the next one from")
+        if num_tokens >= self.pool_limit <= config.max_model_len:  # the tighter limit is named
+            raise RequestRefused(f"the prompt of {request_id!r} has {num_tokens} tokens and the whole KV pool has room "
+                                 f"for {self.pool_limit}, so not one could be generated (--num-kv-blocks)")
         if num_tokens >= config.max_model_len:
             raise RequestRefused(f"the prompt of {request_id!r} has {num_tokens} tokens and, with the output, may have "
                                  f"{config.max_model_len}, so not one could be generated (--max-model-len)")
-        if num_tokens >= self.pool_limit:
-            raise RequestRefused(f"the prompt of {request_id!r} has {num_tokens} tokens and the whole KV pool has room "
-                                 f"for {self.pool_limit}, so not one could be generated (--num-kv-blocks)")
         if config.max_num_waiting is not None and len(self.waiting) >= config.max_num_waiting:
             raise RequestRefused(f"{len(self.waiting)} requests are waiting and the limit is {config.max_num_waiting}, "
                                  f"so {request_id!r} has to come again later (--max-num-waiting)")
