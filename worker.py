@@ -1,13 +1,14 @@
-"""Who computes (chapter 7): a worker is weights + its KV shard + "receive a ForwardBatch, run it"; and how workers talk.
+"""Who computes (chapter 7): a worker is weights + its KV shard + "receive a ForwardBatch, run it".
 
-Mirrors   vLLM: v1/executor/multiproc_executor.py:103 MultiprocExecutor, v1/worker/gpu_worker.py:128 Worker
-          vLLM: distributed/device_communicators/shm_broadcast.py:465 MessageQueue, distributed/parallel_state.py:380 GroupCoordinator
-Promises  one `execute(batch) -> logits` whatever the tensor-parallel size. A rank that dies or raises ends the run within
-          seconds with a WorkerError that names it; no process outlives its driver.
-Leaves out more than one host; pipeline, data and expert parallelism; CUDA graphs around the collectives; a time limit for a rank
-          that neither dies nor answers (vLLM: 300 s).
+Mirrors   vLLM: v1/executor/multiproc_executor.py:103 MultiprocExecutor, v1/worker/gpu_worker.py:128 Worker,
+          vLLM: distributed/device_communicators/shm_broadcast.py:465 MessageQueue
+          vLLM: distributed/parallel_state.py:380 GroupCoordinator
+Promises  one `execute(batch) -> logits` whatever the tensor-parallel size. A rank that dies or raises ends the run
+          in seconds with a WorkerError that names it; no process outlives its driver.
+Leaves out more than one host; pipeline, data and expert parallelism; CUDA graphs around collectives; a time limit for a
+          rank that neither dies nor answers.
 Order     1 Worker: one rank.  2 SharedMemoryComm: what an all-reduce is.  3 ProcessGroupComm: the same by NCCL or gloo.
-          4 worker_main: the life of ranks 1 … N-1.  5 TensorParallelExecutor: rank 0, which lives in the driver's process.
+          4 worker_main: the life of ranks 1 … N-1.  5 TensorParallelExecutor: rank 0, in the driver's process.
           6 shard_report: what each rank holds.
 
 Collectives (集合通信) are calls that every rank makes, in the same order, each with its own part of the data. A step makes
@@ -20,9 +21,11 @@ import platform
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import weakref
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -60,49 +63,77 @@ class Worker:
     @torch.inference_mode()
     def execute(self, batch):
         """batch: a ForwardBatch on this worker's device  →  logits [S', V]; on ranks other than 0 unspecified."""
-        return self.model(batch, self.kv_cache)
+        with interrupts_wait():
+            return self.model(batch, self.kv_cache)
 
     def close(self):
         self.model = self.kv_cache = None
 
 
+@contextmanager
+def interrupts_wait():
+    """Hold Ctrl-C back until the step is through; a second one goes through at once. Half a step would leave KV blocks
+    that are published already, for others to hit, but never written; and the ranks out of line."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield                                        # not ours to handle, or held already
+        return
+    held = []
+
+    def hold(number, frame):
+        if held:
+            raise KeyboardInterrupt
+        held.append(number)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if held:
+        raise KeyboardInterrupt
+
+
 # -- 2. Collectives in shared memory ----------------------------------------------------------------------------------
 
 YIELD = getattr(os, "sched_yield", lambda: time.sleep(0))
+CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 class SharedMemoryComm:
     """All-reduce, gather and broadcast among processes of one machine, through memory that all of them map.
 
-    Each rank has a *slot* it alone writes and a *counter* it alone advances. To exchange: write your part into your slot,
-    count up, wait until the others have counted as far, read their slots. Example, two ranks, the third exchange:
+    Each rank has a *slot* it alone writes and a *counter* it alone advances. To exchange: write your part into your
+    slot, count up, wait until the others have counted as far, read their slots. Example, two ranks, third exchange:
 
         rank 0: slot[1][0] = its part; counter[0] = 3;  waits for counter[1] >= 3;  reads slot[1][0] + slot[1][1]
         rank 1: slot[1][1] = its part; counter[1] = 3;  waits for counter[0] >= 3;  reads slot[1][0] + slot[1][1]
 
-    There are two sets of slots, taken in turn (generation g uses set g % 2), and that is all it takes to be right under any
-    interleaving: counter[r] >= g-1 says that r is past generation g-2, so nobody still reads the set that g overwrites.
-    What is larger than a slot goes in pieces. The sum is taken over ranks in order, on every rank: same bits everywhere, every time.
+    There are two sets of slots, taken in turn (generation g uses set g % 2), and that is all it takes to be right under
+    any interleaving: counter[r] >= g-1 says that r is past generation g-2, so nobody still reads the set that g
+    overwrites. What is larger than a slot goes in pieces. Every rank sums over all ranks in order: the same bits always.
 
-    Memory order. The counter must not become visible before the slot, nor the slot be read before the counter. x86 keeps
-    stores in order and loads in order, and the interpreter makes each access a call of its own, so plain ones do. ARM
-    promises neither, so there each counter is read and written under its semaphore (`locks`), for which POSIX promises that
-    whoever takes it sees what was written before it was released. vLLM: shm_broadcast.py memory_fence, by a lock as well.
+    Memory order: the counter must not become visible before the slot, nor the slot be read before the counter. x86
+    keeps stores in order and loads in order, and the interpreter makes each access a call of its own, so plain ones do.
+    ARM promises neither; there each counter is read and written under its semaphore (`locks`), and POSIX promises that
+    who takes one sees all that was written before it was released. vLLM takes a lock as well, on every machine:
+    vLLM: distributed/device_communicators/shm_broadcast.py:79 memory_fence
 
-    Waiting gives the core away each time it looks (`sched_yield`), since there may be more ranks than cores; after SPINS
-    looks it sleeps, longer and longer, so that an idle engine costs nothing to speak of. `watch()` is called in between
-    and raises when there is nothing left to wait for: that bounds every wait.
-    vLLM: distributed/device_communicators/cpu_communicator.py:234 _CPUSHMDistributed (C++), and for the broadcast
-    distributed/device_communicators/shm_broadcast.py:465 MessageQueue, which pickles and has a ring of many slots.
+    Waiting: with a core for every rank and one to spare, look again and again, offering the core to others in between;
+    after SPINS looks, and at once where ranks share cores, nap, longer and longer, so that an idle engine costs next to
+    nothing. (On shared cores yielding queues a rank behind all that want to run; a sleeper is let in when it wakes.)
+    `watch()` is called in between and raises when there is nothing left to wait for: that bounds every wait.
+    vLLM: distributed/device_communicators/cpu_communicator.py:234 _CPUSHMDistributed (in C++); for the broadcast
+    vLLM: distributed/device_communicators/shm_broadcast.py:465 MessageQueue, which pickles into a ring of many slots.
     """
 
     SLOT = 1 << 19                       # bytes
-    PAGE = 4096                          # one page of counters and flag, then one a rank for its error text, then the slots
+    PAGE = 4096                          # a page of counters and flag, one a rank for its error text, then the slots
     SPINS, NAP, LONGEST_NAP = 1000, 50e-6, 5e-3
 
     @classmethod
     def new_area(cls, size):
-        """The zeroed memory for `size` ranks; a child gets it by inheritance (fork) or as a file descriptor (spawn)."""
+        """Zeroed memory for `size` ranks; a child inherits it (fork) or is sent a file descriptor (spawn)."""
         return torch.zeros(cls.PAGE * (1 + size) + 2 * size * cls.SLOT, dtype=torch.uint8).share_memory_()
 
     def __init__(self, area, rank, size, watch, locks=None):
@@ -112,6 +143,7 @@ class SharedMemoryComm:
         self.slots = area[self.PAGE * (1 + size):].view(2, size, self.SLOT)
         self.seen = [0] * size                                       # the counters as last read
         self.generation = self.num_collectives = 0
+        self.spins = self.SPINS if size < len(CORES) else 0
 
     def all_reduce(self, x):
         """x, contiguous, of the same shape on every rank  →  x, now the sum over the ranks."""
@@ -203,12 +235,12 @@ class SharedMemoryComm:
                     spins = self._pause(spins)
 
     def _pause(self, spins):
-        if spins % 64 == 0 or self.flags[self.size]:
+        if spins % 64 == 63 or self.flags[self.size]:
             self.watch()
-        if spins < self.SPINS:
+        if spins < self.spins:
             YIELD()
         else:
-            time.sleep(min((spins - self.SPINS + 1) * self.NAP, self.LONGEST_NAP))
+            time.sleep(min((spins - self.spins + 1) * self.NAP, self.LONGEST_NAP))
         return spins + 1
 
 
@@ -217,9 +249,10 @@ class SharedMemoryComm:
 class ProcessGroupComm:
     """The same calls by torch's own collectives: NCCL between GPUs; gloo is the reference that tests compare with.
 
-    The ranks find each other through a file. The group is no global one, so that a process may hold several engines.
+    The ranks meet through a file. The group is not torch's global one, so that a process may hold several engines.
     vLLM: distributed/device_communicators/cuda_communicator.py:29 CudaCommunicator, which for small messages prefers
-    one kernel that reads the other GPUs' memory directly (custom_all_reduce.py:56 CustomAllreduce): what SharedMemoryComm does.
+    one kernel that reads the other GPUs' memory directly, just what SharedMemoryComm does among processes:
+    vLLM: distributed/device_communicators/custom_all_reduce.py:56 CustomAllreduce
     """
 
     def __init__(self, backend, path, rank, size, device):
@@ -229,7 +262,8 @@ class ProcessGroupComm:
             self.group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
         else:
             options = dist.ProcessGroupGloo._Options()
-            options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")], timedelta(seconds=30)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._timeout = timedelta(seconds=30)
             self.group = dist.ProcessGroupGloo(store, rank, size, options)
 
     def all_reduce(self, x):
@@ -272,11 +306,11 @@ class _Stop(BaseException):
 
 
 def worker_main(rank, size, area, locks, collectives, path, driver, folder, dtype, device, attention_backend):
-    """What a worker process does from birth to death.  vLLM: v1/executor/multiproc_executor.py:821 WorkerProc.worker_main"""
+    """What a worker process does, all its life.  vLLM: v1/executor/multiproc_executor.py:821 WorkerProc.worker_main"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)      # Ctrl-C reaches the whole process group; the driver alone decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)     # a fork inherits the driver's handlers
-    # Of the driver's threads a fork brings along only one. OpenMP doesn't notice that its others are gone and would wait
-    # for them; a single thread waits for nobody. Tokenizers' and the server's threads a worker has no use for.
+    # Of the driver's threads a fork brings along only one. OpenMP doesn't notice that its others are gone and would
+    # wait for them; a single thread waits for nobody. Tokenizers' and a server's threads a worker has no use for.
     torch.set_num_threads(1)
 
     def watch():
@@ -310,12 +344,12 @@ def worker_main(rank, size, area, locks, collectives, path, driver, folder, dtyp
 class TensorParallelExecutor:
     """Rank 0, and the processes of the others: `execute` sends them the batch, then computes its own share of it.
 
-    vLLM: v1/executor/multiproc_executor.py:103 MultiprocExecutor. There the driver computes nothing, each of the N ranks
-    is a process, and their answers come back through a queue each; here rank 0's answer is a return value.
+    vLLM: v1/executor/multiproc_executor.py:103 MultiprocExecutor. There the driver computes nothing, all ranks are
+    processes, and their answers come back through a queue each; here rank 0's answer is a return value.
 
-    Processes are forked for the CPU on Linux (eight of them in a fraction of a second), spawned otherwise: a forked child can't
-    use a CUDA that its parent initialised, and on macOS the system's own libraries don't survive a fork. A spawned child imports
-    the main script anew, hence the usual `if __name__ == "__main__":`. On the CPU each rank computes with one thread.
+    Processes are forked for the CPU on Linux (eight in a fraction of a second), spawned otherwise: a forked child can't
+    use a CUDA that its parent initialised, and on macOS the system's own libraries don't survive a fork. A spawned child
+    imports the main script anew, hence the usual `if __name__ == "__main__":`. On the CPU a rank has one thread.
     """
 
     def __init__(self, folder, dtype, device, attention_backend, size, collectives=None, start_method=None):
@@ -328,27 +362,30 @@ class TensorParallelExecutor:
         self.size, self.kind, self.ready, self.reason = size, kind, False, "it was closed"
         self.channel = SharedMemoryComm(SharedMemoryComm.new_area(size), 0, size, self._watch, locks)
         self.scratch = tempfile.TemporaryDirectory(prefix="nano-serve-")
-        path, devices = Path(self.scratch.name) / "rendezvous", [f"cuda:{r}" if kind == "cuda" else "cpu" for r in range(size)]
+        path = Path(self.scratch.name) / "rendezvous"
+        devices = [f"cuda:{r}" if kind == "cuda" else "cpu" for r in range(size)]
+        area, load = self.channel.area, lambda rank: (folder, dtype, devices[rank], attention_backend)
         self.processes = [context.Process(target=worker_main, name=f"nano-serve rank {rank}", daemon=True, args=(
-            rank, size, self.channel.area, locks, collectives, path, os.getpid(), folder, dtype, devices[rank], attention_backend))
-            for rank in range(1, size)]
+            rank, size, area, locks, collectives, path, os.getpid(), *load(rank))) for rank in range(1, size)]
         # Runs once: by close(), when the executor is garbage, or when the interpreter ends, whichever is first.
-        self._shut_down = weakref.finalize(self, _shut_down, self.channel.flags, self.channel.area, self.processes, self.scratch, os.getpid())
-        with self._guard(wrap=False):
+        self._shut_down = weakref.finalize(self, _shut_down, self.channel.flags, area, self.processes, self.scratch,
+                                           os.getpid())
+        with self._together():
             for process in self.processes:
                 process.start()
-            comm = self.channel if collectives == "shm" else ProcessGroupComm(collectives, path, 0, size, devices[0])
-            self.comm, self.worker = comm, Worker(folder, dtype, devices[0], attention_backend, 0, size, comm)
+            self.comm = self.channel
+            if collectives != "shm":
+                self.comm = ProcessGroupComm(collectives, path, 0, size, devices[0])
+            self.worker = Worker(*load(0), 0, size, self.comm)
             self.channel.barrier()
             self.ready = True
 
-    @property
-    def model(self):
-        return self.worker.model
+    model = property(lambda self: self.worker.model)             # rank 0's
+    kv_cache = property(lambda self: self.worker.kv_cache)
 
     def init_kv_cache(self, num_blocks, block_size):
         """Every rank allocates its heads of each block; returns when all have. num_blocks counts the null block."""
-        with self._guard():
+        with self._together():
             self.channel.broadcast(torch.tensor([INIT_KV_CACHE, num_blocks, block_size]))
             self.worker.init_kv_cache(num_blocks, block_size)
             self.channel.barrier()
@@ -356,24 +393,24 @@ class TensorParallelExecutor:
     def execute(self, batch):
         """batch: a ForwardBatch, on rank 0's device or the CPU  →  logits [S', V] on rank 0's device.
 
-        Raises WorkerError when a rank died or failed. Whatever is raised, Ctrl-C included, closes the executor: the ranks are
-        somewhere in the middle of a step and can't be brought back in line.
+        Raises WorkerError when a rank died or failed. Whatever is raised within the step closes the executor: the ranks
+        are in the middle of it somewhere, and can't be brought back in line.
         """
-        with self._guard():
+        with interrupts_wait(), self._together():
             message = pack(batch)
             self.channel.broadcast(message)
             logits = self.worker.execute(unpack(message, self.worker.device) if self.kind == "cuda" else batch)
-            if self.kind == "cuda":              # a dead peer leaves NCCL's kernels waiting for ever: look before you block
+            if self.kind == "cuda":              # a dead peer leaves NCCL's kernels waiting for ever: look, don't block
                 done = torch.cuda.Event()
                 done.record()
                 while not done.query():
                     self._watch()
-                    time.sleep(NCCL_POLL)
+                    time.sleep(50e-6)
             return logits
 
     def close(self):
         """End the workers and free everything; may be called again."""
-        if self._shut_down.alive and isinstance(getattr(self, "comm", None), ProcessGroupComm) and self.kind == "cuda":
+        if self._shut_down.alive and self.kind == "cuda" and hasattr(self, "comm"):
             self.comm.group.abort()
         self._shut_down()
         self.worker = None
@@ -386,42 +423,33 @@ class TensorParallelExecutor:
         for rank, code in dead:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             if not self.ready and self.start_method == "spawn":
-                how += '; a spawned worker imports the main script: is what it runs under `if __name__ == "__main__":`?'
+                how += ' (a spawned worker imports the main script: does that run under `if __name__ == "__main__":`?)'
             raise WorkerError(f"rank {rank} of {self.size} (process {self.processes[rank - 1].pid}) {how}")
 
-    def _guard(self, wrap=True):
-        return _Guard(self, wrap)
-
-
-NCCL_POLL = 50e-6
-
-
-class _Guard:
-    """Around everything that involves the other ranks: one thread, and no survivors if it fails."""
-
-    def __init__(self, executor, wrap):
-        self.executor, self.wrap = executor, wrap
-
-    def __enter__(self):
-        if not self.executor._shut_down.alive:
-            raise WorkerError(f"this executor has no workers any more: {self.executor.reason}")
-        self.threads = torch.get_num_threads()
-        if self.executor.kind == "cpu":
-            torch.set_num_threads(1)             # the other cores have ranks to run
-
-    def __exit__(self, kind, error, trace):
-        torch.set_num_threads(self.threads)
-        if error is not None:
-            self.executor.reason = str(error) or kind.__name__
-            self.executor.close()
+    @contextmanager
+    def _together(self):
+        """Around everything that involves the other ranks: one thread, and no survivors if it fails."""
+        if not self._shut_down.alive:
+            raise WorkerError(f"this executor has no workers any more: {self.reason}")
+        threads = torch.get_num_threads()
+        if self.kind == "cpu":
+            torch.set_num_threads(1)                 # the other cores have ranks to run
+        try:
+            yield
+        except BaseException as error:
+            self.reason = str(error) or type(error).__name__
+            self.close()
             # A checkpoint that rank 0 refuses, it refuses as it would alone; what breaks later is a rank that failed.
-            if self.wrap and isinstance(error, Exception) and not isinstance(error, WorkerError):
-                raise WorkerError(f"rank 0 of {self.executor.size} failed: {kind.__name__}: {error}") from error
+            if self.ready and isinstance(error, Exception) and not isinstance(error, WorkerError):
+                raise WorkerError(f"rank 0 of {self.size} failed: {type(error).__name__}: {error}") from error
+            raise
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _shut_down(flags, area, processes, scratch, owner):
     """Flag the end, then insist. `area` is only here to outlive `flags`, which point into it."""
-    if os.getpid() != owner:                     # a forked child holds a copy of its parent's executors: not its to close
+    if os.getpid() != owner:                     # a forked child has copies of its parent's executors: not its to close
         return
     flags[len(flags) - 1] = flags[len(flags) - 1] or -1
     started = [p for p in processes if p.pid is not None]
@@ -438,9 +466,9 @@ def _shut_down(flags, area, processes, scratch, owner):
 def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size):
     """What runs the batches: a Worker, or rank 0 of several.
 
-    Both have init_kv_cache(num_blocks, block_size), execute(batch) → logits [S', V], close() and .model. Raises ValueError for a
-    size that the model or the machine doesn't allow, CheckpointError as load_model does, before any process is started;
-    WorkerError if a rank fails to start.
+    Both have init_kv_cache(num_blocks, block_size), execute(batch) → logits [S', V], close(), model, kv_cache. Raises
+    ValueError for a size that the model or the machine doesn't allow, before any process is started; CheckpointError as
+    load_model does; WorkerError if a rank fails to start.
     """
     LlamaConfig.from_folder(folder).check_tensor_parallel(tensor_parallel_size)
     if tensor_parallel_size == 1:
@@ -448,7 +476,63 @@ def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size
     if torch.device(device).type == "cuda" and tensor_parallel_size > torch.cuda.device_count():
         raise ValueError(f"--tensor-parallel-size {tensor_parallel_size} needs as many GPUs, one a rank; "
                          f"this machine has {torch.cuda.device_count()}")
-    if getattr(multiprocessing.current_process(), "_inheriting", False):     # we are a spawned child importing the main script
-        raise RuntimeError('tensor parallelism starts processes that import this script: put what it runs under '
-                           '`if __name__ == "__main__":`')
     return TensorParallelExecutor(folder, dtype, device, attention_backend, tensor_parallel_size)
+
+
+# -- 6. What each rank holds ------------------------------------------------------------------------------------------
+
+# Layers, hidden size, intermediate size, query heads, KV heads, vocabulary: from config.json of Meta-Llama-3-8B,
+# Meta-Llama-3-70B and Llama-3.1-405B at huggingface.co/meta-llama. In none of them is the head tied to the embedding.
+PUBLISHED = {"Llama-3-8B": (32, 4096, 14336, 32, 8, 128256), "Llama-3-70B": (80, 8192, 28672, 64, 8, 128256),
+             "Llama-3-405B": (126, 16384, 53248, 128, 8, 128256)}
+SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+         "vocab_size")
+
+
+def published_config(name):
+    """The LlamaConfig of a model in PUBLISHED: enough to count its bytes, without its weights."""
+    return LlamaConfig.from_dict({**dict(zip(SIZES, PUBLISHED[name])), "dtype": "bfloat16", "rope_theta": 500000.0})
+
+
+def shard_report(config, size, dtype=None):
+    """How a model lies on `size` ranks, computed from its LlamaConfig alone; a dict that json can dump.
+
+    weights: a row for each kind: kind, count (layers that have one), cut ("output" rows, "input" columns or "whole"),
+    full and rank (shapes), bytes (of all of them on one rank); weight_bytes: their sum; kv_heads of a rank, kv_replicas
+    (ranks that hold the same ones), kv_bytes_per_token (a rank, all layers); collectives: name, count a step, bytes that
+    one token adds to a message. dtype: of weights, KV and messages; None: the checkpoint's. ValueError for a size that
+    doesn't divide.
+    """
+    config.check_tensor_parallel(size)
+    c, L, b = config, config.num_hidden_layers, (dtype or DTYPES[config.dtype]).itemsize
+    rank, weights = param_shapes(config, 0, size), []
+    for param, full in param_shapes(config).items():
+        if param.startswith("layers.") and not param.startswith("layers.0."):
+            continue                                                 # all layers are alike
+        count, part = L if param.startswith("layers.") else 1, rank[param]
+        cut = "whole" if part == full else "output" if part[0] != full[0] else "input"
+        weights.append({"kind": param.removeprefix("layers.0."), "count": count, "cut": cut,
+                        "full": list(full), "rank": list(part), "bytes": count * math.prod(part) * b})
+    kv_heads, message = max(c.num_key_value_heads // size, 1), c.hidden_size * b
+    collectives = [("all-reduce after embed_tokens", 1, message), ("all-reduce after o_proj", L, message),
+                   ("all-reduce after down_proj", L, message),
+                   ("gather of the logits", 1, padded_vocab(c, size) // size * b)]
+    return {"size": size, "weights": weights, "weight_bytes": sum(w["bytes"] for w in weights), "kv_heads": kv_heads,
+            "kv_replicas": kv_heads * size // c.num_key_value_heads,
+            "kv_bytes_per_token": 2 * L * kv_heads * c.head_dim * b,
+            "collectives": [{"name": n, "count": k if size > 1 else 0, "bytes": m} for n, k, m in collectives]}
+
+
+def format_shard_report(config, size, dtype=None):
+    """The report as text for a terminal."""
+    report, shape = shard_report(config, size, dtype), lambda dims: " x ".join(f"{n:,}" for n in dims)
+    row = "  {:34}{:>6}  {:7}{:>18}{:>18}{:>16}".format
+    lines = [f"tensor parallel size {size}: {report['weight_bytes']:,} bytes of weights a rank",
+             row("weight", "layers", "cut by", "whole", "on a rank", "bytes a rank")]
+    for w in report["weights"]:
+        lines.append(row(w["kind"], w["count"], w["cut"], shape(w["full"]), shape(w["rank"]), f"{w['bytes']:,}"))
+    held = f", each on {report['kv_replicas']} ranks" if report["kv_replicas"] > 1 else ""
+    lines.append(f"  KV heads a rank: {report['kv_heads']}{held}; {report['kv_bytes_per_token']:,} bytes of KV a token")
+    for c in report["collectives"]:
+        lines.append(f"  {c['name']}: {c['count']} a step, {c['bytes']:,} bytes a token")
+    return "\n".join(lines)
