@@ -3,33 +3,34 @@
 Mirrors   vLLM: v1/attention/ops/triton_unified_attention.py:802 unified_attention
           vLLM: v1/attention/ops/triton_reshape_and_cache_flash.py:363 triton_reshape_and_cache_flash
           vLLM: model_executor/layers/layernorm.py:37 RMSNorm, model_executor/layers/activation.py:118 SiluAndMul
-Promises  each operation stands twice: its *twin*, plain PyTorch, the specification and the path on a CPU; under it the Triton
-          kernel, same arguments, same results. Both are exact for any mix of prefill chunks and decodes and read no KV
-          slot beyond a sequence's length; the kernels give a sequence the same bits alone and in company.
-Leaves out quantised caches, sliding windows, soft caps, and autotuning: a tile is chosen by arithmetic, before it is run.
+Promises  every operation stands twice: its *twin*, plain PyTorch, the specification and the path on a CPU; under it
+          the Triton kernel, same arguments, same results. Both are exact for any mix of prefill chunks and decodes and
+          read no KV slot beyond a sequence's length; the kernels give a sequence the same bits alone and in company.
+Left out  quantised caches, sliding windows, soft caps, and autotuning: tiles are chosen by arithmetic.
 Order     1 rms_norm, 2 apply_rope and rope_and_write_kv, 3 silu_and_mul, 4 paged_attention, 5 select_backend.
 Run       `python kernels.py` holds every kernel against its twin, no GPU needed; `python kernels.py --bench` wants one.
 
 Letters in the shapes: T tokens in the batch, S sequences, H query heads, Hkv KV heads, G = H / Hkv, d head size,
 D hidden size, I intermediate size, B blocks a sequence, L keys of one sequence, N blocks in the pool, bs block size.
 
-Triton in ten lines. A @jit function is written for one *program*; a launch `kernel[grid](...)` starts one program for each
-point of the grid, and each asks `tl.program_id` which piece of the result is its own. Programs share nothing and run in
-any order, so each must write what no other writes. Inside, a value is a scalar or a whole *tile*, a small array that the
-program's warps (32 threads each) hold in registers; code says what happens to a tile, never to a thread. A tensor arrives
-as a pointer to its first element: `tl.load(pointer + offsets, mask, other)` gathers a tile, and where the mask is off
-nothing is read and `other` is taken. Sizes of tiles are compile-time constants (`tl.constexpr`, in capitals) and powers
-of two, so a head size of 80 travels in a tile of 128 with 48 columns masked. Strides come as arguments: q is a slice of
-the QKV product, not a dense tensor. Offsets into a pool are int64: 70,000 blocks of 16 * 8 * 256 pass 2^31 elements.
+Triton in ten lines. A @jit function is written for one *program*; a launch `kernel[grid](...)` starts one for each
+point of the grid, and each asks `tl.program_id` which piece of the result is its own. Programs run in any order and
+share nothing, so none may write what another writes. Inside, a value is a scalar or a *tile*, a small array that the
+program's warps (32 threads each) hold in registers; the code says what happens to a tile, never to a thread. A tensor
+arrives as a pointer to its first element: `tl.load(pointer + offsets, mask, other)` gathers a tile; where the mask is
+off nothing is read and `other` is taken. Tiles have compile-time sizes (`tl.constexpr`, in capitals), powers of two: a
+head size of 80 travels in a tile of 128 with 48 columns masked. Strides are arguments (x_t: x's along T), since q is a
+slice of the QKV product, not a dense tensor. Offsets into a pool are int64: 70,000 blocks of 16 * 8 * 256 pass 2^31.
 With TRITON_INTERPRET=1 in the environment the same source runs on the CPU, program after program, in NumPy.
 """
 import functools
-import os
-import sys
+import pathlib
+import runpy
 from types import SimpleNamespace
 
-if __name__ == "__main__" and "--bench" not in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"          # the demo interprets; @jit looks at this as it decorates, so now
+if __name__ == "__main__":     # up here: the demo wants the kernels interpreted, and @jit asks as it decorates
+    runpy.run_path(str(pathlib.Path(__file__).resolve().parent / "chapters" / "bench_kernels.py"), run_name="__main__")
+    raise SystemExit
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +39,8 @@ try:
     import triton
     import triton.language as tl
     jit = triton.jit
-except ImportError:                               # no Triton for this platform (macOS): the twins need none
-    triton, tl, jit = None, SimpleNamespace(constexpr=None), lambda function: function
+except ImportError:            # no Triton for this platform (macOS): the twins need none
+    triton, tl, jit = None, SimpleNamespace(constexpr=None), lambda function, **options: function
 
 
 # -- 1. RMSNorm -------------------------------------------------------------------------------------------------------
@@ -58,15 +59,15 @@ def rms_norm(x, weight, eps, residual=None):
 
 
 @jit
-def _rms_norm_kernel(x, residual, weight, out, new_residual, stride_x, stride_r, D, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x, residual, weight, out, new_residual, x_t, D, eps, BLOCK: tl.constexpr):
     """A program owns one row and keeps it in registers: x and residual are read once, both results written once. Three
     PyTorch operations would carry the row through memory three times, and this operation is nothing but memory."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)                                                              # [BLOCK], BLOCK >= D
     real = i < D
-    r = tl.load(x + row * stride_x + i, mask=real, other=0.0)                            # [BLOCK], the lanes past D hold 0
-    if HAS_RESIDUAL:
-        r += tl.load(residual + row * stride_r + i, mask=real, other=0.0)                # [BLOCK], summed in x's dtype
+    r = tl.load(x + row * x_t + i, mask=real, other=0.0)                                 # [BLOCK], zeros from D on
+    if residual is not None:                           # known when the kernel is compiled
+        r += tl.load(residual + row * D + i, mask=real, other=0.0)                       # [BLOCK], summed in x's dtype
         tl.store(new_residual + row * D + i, r, mask=real)
     r32 = r.to(tl.float32)                                                               # [BLOCK]
     r32 *= tl.rsqrt(tl.sum(r32 * r32) / D + eps)
@@ -77,15 +78,12 @@ def _rms_norm_kernel(x, residual, weight, out, new_residual, stride_x, stride_r,
 def rms_norm_triton(x, weight, eps, residual=None):
     """`rms_norm` as one kernel."""
     T, D = x.shape
-    x, weight = _dense_rows(x), weight.contiguous()
-    residual = residual if residual is None else _dense_rows(residual)
+    x, residual, weight = _dense_rows(x), residual if residual is None else residual.contiguous(), weight.contiguous()
     out = x.new_empty(T, D)                                                              # [T, D]
     new_residual = x if residual is None else x.new_empty(T, D)                          # [T, D]
     BLOCK = triton.next_power_of_2(D)
-    if T:
-        _rms_norm_kernel[(T,)](x, x if residual is None else residual, weight, out, new_residual, x.stride(0),
-                               0 if residual is None else residual.stride(0), D, eps, HAS_RESIDUAL=residual is not None,
-                               BLOCK=BLOCK, num_warps=min(max(BLOCK // 1024, 4), 16))
+    _rms_norm_kernel[(T,)](x, residual, weight, out, new_residual, x.stride(0), D, eps, BLOCK=BLOCK,
+                           num_warps=min(max(BLOCK // 1024, 4), 16))
     return out, new_residual
 
 
@@ -125,35 +123,34 @@ def rope_and_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping):
 
 
 @jit
-def _rope_and_write_kv_kernel(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, q_out,
-                              q_t, q_h, q_d, k_t, k_h, k_d, v_t, v_h, v_d, cs_t, kc_b, kc_s, kc_h, kc_d, vc_b, vc_s, vc_h, vc_d,
-                              H, Hkv, BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """A program owns one token and HEADS heads: those query heads, and the KV heads of the same numbers where there are.
-    A head travels as two tiles of d/2, since element i turns with element i + d/2. x_t is x's stride along T, and so on."""
+def _rope_and_write_kv_kernel(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, q_out, q_t, q_h, q_d, k_t, k_h, k_d,
+                              c_b, c_s, c_h, c_d, H, Hkv, BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr,
+                              HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """A program owns one token and HEADS heads of it: query heads, and the KV heads of those numbers, where there are.
+    A head travels as two tiles of d/2, since element i turns with element i + d/2."""
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]                       # [HEADS, 1]
     i = tl.arange(0, BLOCK_HALF)[None, :]                                                # [1, BLOCK_HALF]
-    c = tl.load(cos + t * cs_t + i, mask=i < HALF, other=0.0)                            # [1, BLOCK_HALF] fp32
-    s = tl.load(sin + t * cs_t + i, mask=i < HALF, other=0.0)
+    c = tl.load(cos + t * HALF + i, mask=i < HALF, other=0.0)                            # [1, BLOCK_HALF] fp32
+    s = tl.load(sin + t * HALF + i, mask=i < HALF, other=0.0)
 
     real = (head < H) & (i < HALF)                                                       # [HEADS, BLOCK_HALF]
     x1, x2 = _load_halves(q + t * q_t + head * q_h, i, q_d, real, HALF)
     at = q_out + (t * H + head) * (2 * HALF) + i
-    tl.store(at, (x1 * c - x2 * s).to(q_out.dtype.element_ty), mask=real)
-    tl.store(at + HALF, (x2 * c + x1 * s).to(q_out.dtype.element_ty), mask=real)
+    tl.store(at, (x1 * c - x2 * s).to(q.dtype.element_ty), mask=real)
+    tl.store(at + HALF, (x2 * c + x1 * s).to(q.dtype.element_ty), mask=real)
 
     slot = tl.load(slot_mapping + t).to(tl.int64)
     real = (head < Hkv) & (i < HALF) & (slot >= 0)                                       # slot -1: nothing is written
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    at = slot // BLOCK_SIZE * c_b + slot % BLOCK_SIZE * c_s + head * c_h + i * c_d       # [HEADS, BLOCK_HALF]
     x1, x2 = _load_halves(k + t * k_t + head * k_h, i, k_d, real, HALF)
-    at = k_cache + block * kc_b + offset * kc_s + head * kc_h + i * kc_d                 # [HEADS, BLOCK_HALF] pointers
     # Through k's own dtype on the way to the cache's, so that the cache holds what the twin would have put there.
-    tl.store(at, (x1 * c - x2 * s).to(k.dtype.element_ty).to(k_cache.dtype.element_ty), mask=real)
-    tl.store(at + HALF * kc_d, (x2 * c + x1 * s).to(k.dtype.element_ty).to(k_cache.dtype.element_ty), mask=real)
-    x1, x2 = _load_halves(v + t * v_t + head * v_h, i, v_d, real, HALF)
-    at = v_cache + block * vc_b + offset * vc_s + head * vc_h + i * vc_d
-    tl.store(at, x1.to(v_cache.dtype.element_ty), mask=real)
-    tl.store(at + HALF * vc_d, x2.to(v_cache.dtype.element_ty), mask=real)
+    y1, y2 = (x1 * c - x2 * s).to(k.dtype.element_ty), (x2 * c + x1 * s).to(k.dtype.element_ty)
+    tl.store(k_cache + at, y1.to(k_cache.dtype.element_ty), mask=real)
+    tl.store(k_cache + at + HALF * c_d, y2.to(k_cache.dtype.element_ty), mask=real)
+    x1, x2 = _load_halves(v + t * k_t + head * k_h, i, k_d, real, HALF)
+    tl.store(v_cache + at, x1.to(v_cache.dtype.element_ty), mask=real)
+    tl.store(v_cache + at + HALF * c_d, x2.to(v_cache.dtype.element_ty), mask=real)
 
 
 @jit
@@ -166,21 +163,22 @@ def _load_halves(x, i, stride, real, HALF: tl.constexpr):
 def rope_and_write_kv_triton(q, k, v, cos, sin, k_cache, v_cache, slot_mapping):
     """`rope_and_write_kv` as one kernel: q, k and v are read once and written once, to where they are needed next."""
     (T, H, d), Hkv = q.shape, k.shape[1]
+    assert k.stride() == v.stride() and k_cache.stride() == v_cache.stride(), "K and V are laid out alike"
     q_out = q.new_empty(T, H, d)                                                         # [T, H, d]
     BLOCK_HALF = triton.next_power_of_2(d // 2)
     HEADS = min(triton.next_power_of_2(H), max(2048 // BLOCK_HALF, 1))   # 2048 pairs: 16 a thread in 4 warps of 32
-    if T:
-        _rope_and_write_kv_kernel[(T, triton.cdiv(H, HEADS))](
-            q, k, v, cos.contiguous(), sin.contiguous(), k_cache, v_cache, slot_mapping.contiguous(), q_out,
-            *q.stride(), *k.stride(), *v.stride(), d // 2, *k_cache.stride(), *v_cache.stride(), H, Hkv,
-            BLOCK_SIZE=k_cache.shape[1], HALF=d // 2, HEADS=HEADS, BLOCK_HALF=BLOCK_HALF)
+    _rope_and_write_kv_kernel[(T, triton.cdiv(H, HEADS))](
+        q, k, v, cos.contiguous(), sin.contiguous(), k_cache, v_cache, slot_mapping.contiguous(), q_out,
+        *q.stride(), *k.stride(), *k_cache.stride(), H, Hkv,
+        BLOCK_SIZE=k_cache.shape[1], HALF=d // 2, HEADS=HEADS, BLOCK_HALF=BLOCK_HALF)
     return q_out
 
 
 # -- 3. SwiGLU's element-wise half ------------------------------------------------------------------------------------
 
 def silu_and_mul(gate_up):
-    """silu(gate) * up.  gate_up [T, 2I], gate first  →  [T, I].  vLLM: model_executor/layers/activation.py:118 SiluAndMul."""
+    """silu(gate) * up.  gate_up [T, 2I], gate first  →  [T, I].
+    vLLM: model_executor/layers/activation.py:118 SiluAndMul."""
     gate, up = gate_up.chunk(2, dim=-1)                                                  # [T, I] each
     return F.silu(gate) * up                                                             # [T, I]
 
@@ -199,10 +197,9 @@ def _silu_and_mul_kernel(gate_up, out, stride, I, BLOCK: tl.constexpr):
 def silu_and_mul_triton(gate_up):
     """`silu_and_mul` as one kernel."""
     gate_up = _dense_rows(gate_up)
-    (T, I), BLOCK = (len(gate_up), gate_up.shape[1] // 2), 1024
+    T, I, BLOCK = len(gate_up), gate_up.shape[1] // 2, 1024
     out = gate_up.new_empty(T, I)                                                        # [T, I]
-    if T:
-        _silu_and_mul_kernel[(T, triton.cdiv(I, BLOCK))](gate_up, out, gate_up.stride(0), I, BLOCK=BLOCK)
+    _silu_and_mul_kernel[(T, triton.cdiv(I, BLOCK))](gate_up, out, gate_up.stride(0), I, BLOCK=BLOCK)
     return out
 
 
@@ -210,7 +207,8 @@ def silu_and_mul_triton(gate_up):
 
 def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, scale, plan=None):
     """Causal attention of a ragged batch: sequence s owns query rows query_start_loc[s] : query_start_loc[s+1], which
-    are the *last* positions of its seq_lens[s] tokens; its keys lie in the blocks of block_tables[s].
+    are the *last* positions of its seq_lens[s] tokens; its keys lie in the blocks of block_tables[s]. S, T >= 1, and
+    every sequence has at least one row.
 
     q [T, H, d], caches [N, bs, Hkv, d], query_start_loc [S+1], seq_lens [S], block_tables [S, B], scale a float;
     plan: `gather_plan` of this batch, the same for all layers, so the caller makes it once  →  [T, H, d], q's dtype.
@@ -277,7 +275,8 @@ def gather_plan(query_start_loc, seq_lens, block_tables, block_size, max_buckets
         slots = _slots(block_tables[ids], torch.minimum(positions, n_keys - 1), block_size)   # [n, L]
         mask = None
         if bucket[0][0] < L:
-            mask = torch.zeros(len(bucket), L, device=device).masked_fill_(positions >= n_keys, -torch.inf)[:, None, None]
+            mask = torch.zeros(len(bucket), L, device=device).masked_fill_(positions >= n_keys, -torch.inf)
+            mask = mask[:, None, None]                                                   # [n, 1, 1, L]
         plan.append((query_start_loc[ids].long(), slots, mask))
     return plan
 
@@ -293,49 +292,54 @@ def _slots(block_tables, positions, block_size):
 
 
 # The same on a GPU.  One program owns a *tile of rows*: BLOCK_Q consecutive queries of one sequence times the G query
-# heads of one KV head, row r being query r // G and head r % G.  So each key that it reads serves all G heads.
+# heads of one KV head, row r being query r // G and head r % G. So each key that it reads serves all G heads.
 #
-#   decode launch   grid (S, Hkv, splits)     a tile is one query; the keys are shared out in splits of SPLIT keys
-#   chunk launch    grid (tiles, Hkv)         a tile is up to 128 rows of a chunk; one program walks all their keys
+#   decode launch   grid (S, Hkv, splits)     a tile is one query; its keys are shared out in splits of SPLIT keys
 #   merge launch    grid (S, H)               adds up the splits of a long decode
+#   chunk launch    grid (tiles, Hkv)         a tile is up to 128 rows of a chunk; one program walks all their keys
 #
-# Every program walks its keys tile by tile with the *online softmax*: for each row it carries the largest score so far m,
-# the sum l of exp(score - m), and acc, the sum of exp(score - m) * v. When a tile brings a larger m, the old l and acc are
-# scaled by exp(m_old - m_new); at the end acc / l is the attention. So the scores [queries, keys] never exist in memory.
-# What a row's sum is made of, and in which order, follows from its own position: tiles and splits have fixed sizes (not a
-# fixed number), and a masked key adds an exact 0. That is why a sequence gets the same bits alone and in company.
+# A program walks its keys tile by tile with the *online softmax*: for each row it carries the largest score so far, m,
+# the sum l of exp(score - m), and acc, the sum of exp(score - m) * v. When a tile brings a larger m, the old l and acc
+# are scaled by exp(m_old - m_new); at the end acc / l is the attention. The scores [queries, keys] never reach memory.
+# What a row sums, and in which order, follows from its own position: tiles and splits have a fixed size (not a fixed
+# number), and a masked key adds an exact 0. That is why a sequence gets the same bits alone and in company.
 
-SPLIT = 512              # keys a program of the decode launch walks; each split of a long context costs d + 2 floats a head
+SPLIT = 512                        # keys a program of the decode launch walks; a split leaves d + 2 floats a head
+LOG2_E = 1.4426950408889634        # exp(x) = exp2(x * log2 e), and exp2 is one instruction of a GPU
 
-# (rows, keys, warps, stages): the first that fits is taken. `stages` tiles of K and V are under way at once: while one is
-# multiplied, the next are being fetched. d = 128 in bf16, (128, 64, 8, 2): q 32 KB, K and V 2 * 2 * 16 KB, weights 16 KB.
-CHUNK_TILES = ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
-DECODE_TILES = ((16, 64, 4, 3), (16, 64, 4, 2), (16, 32, 4, 2), (16, 16, 4, 1))
+# (rows, keys, warps, stages), the first that fits. Of `stages` Triton makes a pipeline: while a tile of keys is in use,
+# later ones are on their way. A key's address needs its block number, itself a load, so a tile takes two stages: 3 have
+# one tile of K and V under way, 5 have two. Decodes wait for memory alone and want more of it under way.
+CHUNK_TILES = ((128, 64, 8, 3), (64, 32, 8, 3), (32, 32, 4, 3), (16, 16, 4, 3))
+DECODE_TILES = ((16, 64, 4, 5), (16, 32, 4, 5), (16, 16, 4, 3))
+FP32_TILES = ((16, 16, 4, 3),)     # exact fp32 products are not for the tensor cores, and larger ones spill registers
 
 
 def tile_bytes(rows, keys, stages, BLOCK_D, itemsize):
-    """Shared memory of one program, at most: q, `stages` tiles of K and of V, and the weights on their way to the product."""
-    return itemsize * (rows * BLOCK_D + 2 * stages * keys * BLOCK_D + rows * keys)
+    """Shared memory of a program on an NVIDIA card, at most.
+    Example: (128, 64, 8, 3) in bf16 at d = 128: q 32 KiB, K and V 2 * (16 + 16) KiB, and 3 KiB: 99 KiB.
+    The second K and V are Hopper's: from 64 rows on its tensor cores read shared memory themselves and let go of a tile
+    one step later. The last 3 KiB are block numbers, and what the warps tell each other for the softmax."""
+    tiles = (stages - 1) // 2 + (rows >= 64)
+    return itemsize * BLOCK_D * (rows + 2 * tiles * keys) + 3 * 1024
 
 
 @functools.lru_cache(maxsize=None)
 def choose_tile(tiles, d, G, itemsize, shared_memory):
-    """The first of `tiles` whose bytes fit into `shared_memory`, for head size d and G query heads a KV head.
-
-    →  (rows, keys, warps, stages). ValueError where none does: better here, at the first call, than a launch that fails.
-    vLLM: v1/attention/ops/triton_unified_attention.py:784 _get_tile_size, which looks at the dtype and the phase.
-    """
-    for rows, keys, warps, stages in tiles:
+    """The first of `tiles` that fits into `shared_memory` bytes, for head size d and G query heads a KV head
+    →  (rows, keys, warps, stages). ValueError where none does: at the first call, not as a launch that fails elsewhere.
+    vLLM: v1/attention/ops/triton_unified_attention.py:784 _get_tile_size."""
+    for rows, keys, warps, stages in FP32_TILES if itemsize == 4 else tiles:
         rows = max(rows, triton.next_power_of_2(G))
         if tile_bytes(rows, keys, stages, max(triton.next_power_of_2(d), 16), itemsize) <= shared_memory:
             return rows, keys, warps, stages
-    raise ValueError(f"no attention tile for head size {d}, {G} query heads a KV head and {itemsize}-byte elements fits into "
-                     f"{shared_memory} bytes of shared memory; --attention-backend torch runs it")
+    raise ValueError(f"no attention tile for head size {d}, {G} query heads a KV head and {itemsize}-byte elements fits"
+                     f" into {shared_memory} bytes of shared memory; --attention-backend torch can run it")
 
 
 @functools.lru_cache(maxsize=None)
 def shared_memory_limit(device):
-    """Bytes a program may take. 99 KiB at most, though a data-centre card has more: then two programs share a multiprocessor."""
+    """Bytes a program may take: what the card has, 99 KiB at most, so that on a large one two programs run abreast."""
     if device.type == "cpu":
         return 99 * 1024
     card = torch.cuda.get_device_properties(device)
@@ -344,9 +348,9 @@ def shared_memory_limit(device):
 
 @jit
 def _find_sequence(query_start_loc, tile, S, BLOCK_Q: tl.constexpr):
-    """The sequence that owns `tile`. Tiles are numbered with room to spare, so that the grid is known without asking the
-    GPU how long each chunk is: sequence s begins at tile query_start_loc[s] // BLOCK_Q + s, and none begins later than the
-    tiles before it need. Example: BLOCK_Q 4, chunks of 6 and 1, query_start_loc 0 6 7: s = 0 has tiles 0 1, s = 1 tile 2."""
+    """The sequence that owns `tile`, by bisection. Sequence s begins at tile query_start_loc[s] // BLOCK_Q + s, which
+    is never too early, so T // BLOCK_Q + S tiles are enough: a grid made without asking the GPU for chunk lengths.
+    Example: BLOCK_Q 4, chunks of 6 and 1 tokens, query_start_loc 0 6 7: s = 0 owns tiles 0 and 1, s = 1 tile 2."""
     low, high = 0, S
     while high - low > 1:
         middle = (low + high) // 2
@@ -358,51 +362,53 @@ def _find_sequence(query_start_loc, tile, S, BLOCK_Q: tl.constexpr):
 
 
 @jit
-def _attend(q, m, l, acc, k_base, v_base, table, row_position, first, last, scale, kc_b, kc_s, kc_d, vc_b, vc_s, vc_d, bt_b,
+def _attend(q, m, l, acc, k_base, v_base, table, row_position, first, last, scale, c_b, c_s, c_d, bt_b,
             BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """The online softmax over keys first … last-1, TILE of them at a time, for q [M, BLOCK_D]  →  m [M], l [M], acc [M, BLOCK_D].
-
-    MASKED false: every row sees every one of these keys, and TILE divides their number.
-    """
+    """The online softmax over keys first … last-1, TILE at a time, for q [M, BLOCK_D]  →  m, l [M], acc [M, BLOCK_D].
+    MASKED false: every row sees every one of these keys, and TILE divides their number."""
     dims = tl.arange(0, BLOCK_D)[None, :]                                                # [1, BLOCK_D]
     for start in range(first, last, TILE):
         position = start + tl.arange(0, TILE)                                            # [TILE]
         real = position < last
-        block = tl.load(table + position // BLOCK_SIZE * bt_b, mask=real, other=0).to(tl.int64)      # [TILE]
-        # A slot past the end holds whatever its last owner left, a NaN maybe, and 0 * NaN is NaN: it must not be read.
+        block = tl.load(table + position // BLOCK_SIZE * bt_b, mask=real, other=0)       # [TILE]
+        slot = block.to(tl.int64) * c_b + position % BLOCK_SIZE * c_s                    # [TILE]
+        # A slot past the end holds what its last owner left there, a NaN maybe, and 0 * NaN is NaN: it is not read.
         at = real[:, None] & (dims < D)                                                  # [TILE, BLOCK_D]
-        k = tl.load(k_base + (block * kc_b + position % BLOCK_SIZE * kc_s)[:, None] + dims * kc_d, mask=at, other=0.0)
-        v = tl.load(v_base + (block * vc_b + position % BLOCK_SIZE * vc_s)[:, None] + dims * vc_d, mask=at, other=0.0)
-        # "ieee": fp32 products in fp32. The default on NVIDIA cards, TF32, keeps 10 bits of the fraction.
+        k = tl.load(k_base + slot[:, None] + dims * c_d, mask=at, other=0.0)             # [TILE, BLOCK_D]
+        v = tl.load(v_base + slot[:, None] + dims * c_d, mask=at, other=0.0)             # [TILE, BLOCK_D]
+        # "ieee": fp32 products in fp32. The default on NVIDIA cards, TF32, keeps 10 bits of each fraction.
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale                  # [M, TILE] fp32
         if MASKED:
-            scores = tl.where(real[None, :] & (position[None, :] <= row_position[:, None]), scores, float("-inf"))
+            visible = real[None, :] & (position[None, :] <= row_position[:, None])       # [M, TILE]
+            scores = tl.where(visible, scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1))                                    # [M]
-        # A row that has seen no key yet is still at -inf, and (-inf) - (-inf) is NaN. Subtract 0 there: exp2(-inf) = 0.
+        # A row that has seen no key yet is still at -inf, and -inf - -inf is NaN. Less 0 instead: exp2(-inf) is 0.
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)                             # [M]
         p = tl.exp2(scores - shift[:, None])                                             # [M, TILE]
         old = tl.exp2(m - shift)                                                         # [M]
-        l = l * old + tl.sum(p, axis=1)                                                  # [M]
-        acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision="ieee")       # [M, BLOCK_D]
+        l = l * old + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
         m = m_new
     return m, l, acc
 
 
-@jit
+# Triton compiles a kernel anew where an argument becomes 1 or divisible by 16, to make use of it: a pause of a second
+# while serving. Not so for the arguments that change from step to step.
+@functools.partial(jit, do_not_specialize=("S", "max_splits", "bt_s"))
 def _paged_attention_kernel(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out, part_acc, part_ml,
-                            scale, S, H, max_splits, q_t, q_h, q_d, kc_b, kc_s, kc_h, kc_d, vc_b, vc_s, vc_h, vc_d, bt_s, bt_b,
-                            o_t, o_h, o_d, DECODE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, G: tl.constexpr,
+                            scale, S, H, max_splits, q_t, q_h, q_d, c_b, c_s, c_h, c_d, bt_s, bt_b,
+                            DECODE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, G: tl.constexpr,
                             D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr):
-    """One tile of rows against its keys: the decode launch (DECODE) and the chunk launch. x_t is x's stride along T, and so on.
+    """One tile of rows against its keys, in the decode launch (DECODE) or the chunk launch.
 
-    In registers, for d = 128: q and acc [BLOCK_M, 128] and the scores [BLOCK_M, TILE]; of the 128-row tile's 8 warps each
-    thread then holds 64 floats of acc, 32 scores and 32 registers of q. K and V pass through shared memory.
+    In registers: acc [BLOCK_M, BLOCK_D] and the scores [BLOCK_M, TILE], fp32. For 128 rows, d = 128 and 64 keys that is
+    96 KiB, for each thread of 8 warps 64 + 32 registers of its 255. K and V pass through shared memory.
     """
-    # 1) Whose rows?  A launch leaves alone the sequences of the other kind.
+    # 1) Whose rows?  Each launch leaves alone the sequences of the other kind.
     BLOCK_Q: tl.constexpr = 1 if DECODE else BLOCK_M // G
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)                           # a chunk has split 0 only
     if DECODE:
         s = tile
     else:
@@ -414,37 +420,36 @@ def _paged_attention_kernel(q, k_cache, v_cache, query_start_loc, seq_lens, bloc
     first_query = 0
     if not DECODE:
         first_query = ((tile - row0 // BLOCK_Q - s) * BLOCK_Q).to(tl.int32)
-    begin = split * SPLIT                              # a chunk has split 0 only
+    begin = split * SPLIT
     if (q_len == 1) != DECODE or first_query >= q_len or begin >= seq_len:
         return
 
-    # 2) The rows, [BLOCK_M, BLOCK_D]. Rows to spare are computed like the others (with q = 0) and not stored.
+    # 2) The rows. Rows to spare are computed like the others, with q = 0, and not stored.
     r = tl.arange(0, BLOCK_M)                                                            # [BLOCK_M]
     dims = tl.arange(0, BLOCK_D)                                                         # [BLOCK_D]
     query, head = first_query + r // G, kv_head * G + r % G                              # [BLOCK_M] each
     real = (r < BLOCK_Q * G) & (query < q_len)                                           # [BLOCK_M]
     at = real[:, None] & (dims < D)[None, :]                                             # [BLOCK_M, BLOCK_D]
     q_tile = tl.load(q + ((row0 + query) * q_t + head * q_h)[:, None] + dims[None, :] * q_d, mask=at, other=0.0)
-    q_tile = q_tile.to(k_cache.dtype.element_ty)
+    q_tile = q_tile.to(k_cache.dtype.element_ty)                                         # [BLOCK_M, BLOCK_D]
     row_position = seq_len - q_len + query             # the queries are the last q_len positions of the sequence
 
-    # 3) The keys: up to `clear` they are visible to every row, from there to `end` each row has its own edge.
+    # 3) The keys: up to `clear` they are visible to every row; from there to `end` each row has its own edge.
     if DECODE:
         end = tl.minimum(seq_len, begin + SPLIT)
         clear = begin + (end - begin) // TILE * TILE
     else:
         end = tl.minimum(seq_len, seq_len - q_len + first_query + BLOCK_Q)
         clear = (seq_len - q_len + first_query + 1) // TILE * TILE
-    k_base = k_cache + kv_head.to(tl.int64) * kc_h
-    v_base = v_cache + kv_head.to(tl.int64) * vc_h
+    k_base, v_base = k_cache + kv_head * c_h, v_cache + kv_head * c_h
     table = block_tables + s.to(tl.int64) * bt_s
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)                                    # largest score so far
-    l = tl.zeros([BLOCK_M], tl.float32)                                                  # sum of exp2(score - m)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)                                       # sum of exp2(score - m) * v
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m, l, acc = _attend(q_tile, m, l, acc, k_base, v_base, table, row_position, begin, clear, scale,
-                        kc_b, kc_s, kc_d, vc_b, vc_s, vc_d, bt_b, BLOCK_SIZE, TILE, D, BLOCK_D, False)
+                        c_b, c_s, c_d, bt_b, BLOCK_SIZE, TILE, D, BLOCK_D, MASKED=False)
     m, l, acc = _attend(q_tile, m, l, acc, k_base, v_base, table, row_position, clear, end, scale,
-                        kc_b, kc_s, kc_d, vc_b, vc_s, vc_d, bt_b, BLOCK_SIZE, TILE, D, BLOCK_D, True)
+                        c_b, c_s, c_d, bt_b, BLOCK_SIZE, TILE, D, BLOCK_D, MASKED=True)
 
     # 4) The result, or this split's share of it.
     if DECODE and seq_len > SPLIT:
@@ -454,75 +459,67 @@ def _paged_attention_kernel(q, k_cache, v_cache, query_start_loc, seq_lens, bloc
         tl.store(part_ml + part * 2 + 1, l, mask=real)
     else:
         acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]                                  # a row without keys: 0 / 1
-        tl.store(out + ((row0 + query) * o_t + head * o_h)[:, None] + dims[None, :] * o_d,
-                 acc.to(out.dtype.element_ty), mask=at)
+        tl.store(out + ((row0 + query) * H + head)[:, None] * D + dims[None, :], acc.to(out.dtype.element_ty), mask=at)
 
 
-@jit
-def _merge_splits_kernel(query_start_loc, seq_lens, out, part_acc, part_ml, H, max_splits, o_t, o_h, o_d,
+@functools.partial(jit, do_not_specialize=("max_splits",))
+def _merge_splits_kernel(query_start_loc, seq_lens, out, part_acc, part_ml, H, max_splits,
                          SPLIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
-    """A program owns one head of one long decode and adds up its splits, WIDTH at a time: the online softmax once more, with
-    a split where a key was. Exact, since a split carries all that its keys contribute.
-    vLLM: v1/attention/ops/triton_unified_attention.py:685 reduce_segments."""
+    """A program owns one head of one long decode and adds up its splits, WIDTH at a time: the online softmax once more,
+    with a split where a key was. Nothing is lost by splitting: m, l and acc are all that the keys left behind.
+    vLLM: v1/attention/ops/triton_unified_attention.py:685 reduce_segments"""
     s, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(query_start_loc + s).to(tl.int64)
     splits = tl.cdiv(tl.load(seq_lens + s).to(tl.int32), SPLIT)
     if tl.load(query_start_loc + s + 1) - row != 1 or splits <= 1:
         return
     dims = tl.arange(0, BLOCK_D)                                                         # [BLOCK_D]
-    m = float("-inf")
-    l = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)                                                # [BLOCK_D]
+    m, l, acc = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)                      # scalars, [BLOCK_D]
     for first in range(0, splits, WIDTH):
         i = first + tl.arange(0, WIDTH)                                                  # [WIDTH]
         part = (s * H + head) * max_splits + i                                           # [WIDTH]
+        at = (i < splits)[:, None] & (dims < D)[None, :]                                 # [WIDTH, BLOCK_D]
         part_m = tl.load(part_ml + part * 2, mask=i < splits, other=float("-inf"))       # [WIDTH]
         part_l = tl.load(part_ml + part * 2 + 1, mask=i < splits, other=0.0)             # [WIDTH]
-        at = (i < splits)[:, None] & (dims < D)[None, :]                                 # [WIDTH, BLOCK_D]
         share = tl.load(part_acc + part[:, None] * D + dims[None, :], mask=at, other=0.0)
         m_new = tl.maximum(m, tl.max(part_m, axis=0))
-        weight = tl.exp2(part_m - m_new)                                                 # [WIDTH]
-        old = tl.exp2(m - m_new)
+        weight, old = tl.exp2(part_m - m_new), tl.exp2(m - m_new)                        # [WIDTH], scalar
         l = l * old + tl.sum(weight * part_l, axis=0)
         acc = acc * old + tl.sum(weight[:, None] * share, axis=0)                        # [BLOCK_D]
         m = m_new
-    tl.store(out + row * o_t + head * o_h + dims * o_d, (acc / l).to(out.dtype.element_ty), mask=dims < D)
+    tl.store(out + (row * H + head) * D + dims, (acc / l).to(out.dtype.element_ty), mask=dims < D)
 
 
 def paged_attention_triton(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, scale, plan=None):
     """`paged_attention` in up to three launches. Nothing waits for the GPU: the grids are upper bounds, made of shapes
-    alone (so a CUDA graph can hold them), and a program with nothing to do returns. `plan` is the twin's and unused.
-    """
+    alone (so a CUDA graph can hold them), and a program with nothing to do returns. `plan` is the twin's and unused."""
     (T, H, d), S, (_, block_size, Hkv, _) = q.shape, len(seq_lens), k_cache.shape
-    G, BLOCK_D = H // Hkv, max(triton.next_power_of_2(d), 16)
+    assert k_cache.stride() == v_cache.stride(), "K and V are laid out alike"
+    G, BLOCK_D, limit = H // Hkv, max(triton.next_power_of_2(d), 16), shared_memory_limit(q.device)
     query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
-    out = torch.zeros_like(q)                                                            # [T, H, d], padding rows stay 0
+    out = torch.zeros(T, H, d, dtype=q.dtype, device=q.device)                           # padding rows stay 0
     max_splits = triton.cdiv(block_tables.shape[1] * block_size, SPLIT)
     part_acc, part_ml = out, out                       # where no sequence can be longer than a split, nothing is split
     if max_splits > 1:
         part_acc = torch.empty(S, H, max_splits, d, dtype=torch.float32, device=q.device)
         part_ml = torch.empty(S, H, max_splits, 2, dtype=torch.float32, device=q.device)
-    limit = shared_memory_limit(q.device)
 
-    def launch(decode):
-        BLOCK_M, TILE, warps, stages = choose_tile(DECODE_TILES if decode else CHUNK_TILES, d, G, k_cache.element_size(), limit)
+    def launch(tiles, decode):
+        BLOCK_M, TILE, warps, stages = choose_tile(tiles, d, G, k_cache.element_size(), limit)
         grid = (S, Hkv, max_splits) if decode else (T // (BLOCK_M // G) + S, Hkv, 1)
         _paged_attention_kernel[grid](
-            q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out, part_acc, part_ml, scale * LOG2_E, S, H, max_splits,
-            *q.stride(), *k_cache.stride(), *v_cache.stride(), *block_tables.stride(), *out.stride(), DECODE=decode, SPLIT=SPLIT,
-            BLOCK_SIZE=block_size, G=G, D=d, BLOCK_D=BLOCK_D, BLOCK_M=BLOCK_M, TILE=TILE, num_warps=warps, num_stages=stages)
+            q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out, part_acc, part_ml, scale * LOG2_E,
+            S, H, max_splits, *q.stride(), *k_cache.stride(), *block_tables.stride(), DECODE=decode, SPLIT=SPLIT,
+            BLOCK_SIZE=block_size, G=G, D=d, BLOCK_D=BLOCK_D, BLOCK_M=BLOCK_M, TILE=TILE,
+            num_warps=warps, num_stages=stages)
 
-    if S and T:
-        launch(decode=True)
-        if max_splits > 1:
-            _merge_splits_kernel[(S, H)](query_start_loc, seq_lens, out, part_acc, part_ml, H, max_splits, *out.stride(),
-                                         SPLIT=SPLIT, D=d, BLOCK_D=BLOCK_D, WIDTH=16)
-        if T != S:                                     # each sequence has a row at least, so T = S says: decodes all
-            launch(decode=False)
+    launch(DECODE_TILES, decode=True)
+    if max_splits > 1:
+        _merge_splits_kernel[(S, H)](query_start_loc, seq_lens, out, part_acc, part_ml, H, max_splits,
+                                     SPLIT=SPLIT, D=d, BLOCK_D=BLOCK_D, WIDTH=16)
+    if T != S:                                         # every sequence has a row at least: T = S says, decodes only
+        launch(CHUNK_TILES, decode=False)
     return out
-
-
-LOG2_E = 1.4426950408889634                            # exp(x) = exp2(x * log2 e); GPUs have an instruction for exp2
 
 
 # -- 5. Which implementation runs -------------------------------------------------------------------------------------
@@ -535,10 +532,9 @@ TRITON = SimpleNamespace(rms_norm=rms_norm_triton, rope_and_write_kv=rope_and_wr
 
 
 def select_backend(name, device):
-    """`--attention-backend`: "torch" the twins, "triton" the kernels, "auto" the kernels on a GPU (CUDA or ROCm) that has
-    Triton, the twins elsewhere  →  a namespace of the four operations and `plan`. ValueError for what can't run.
-
-    "triton" on a CPU is for tests: it needs TRITON_INTERPRET=1 before this module is imported.
+    """`--attention-backend`: "torch" the twins, "triton" the kernels, "auto" the kernels on a GPU (CUDA, ROCm) and the
+    twins elsewhere  →  a namespace of the four operations and `plan`. ValueError for what can't run: "triton" on a
+    CPU is for tests alone, and needs TRITON_INTERPRET=1 to be set before this module is imported.
     vLLM: v1/attention/selector.py:101 get_attn_backend, which has a dozen to choose from.
     """
     if name not in ("auto", "torch", "triton"):
@@ -549,6 +545,6 @@ def select_backend(name, device):
     if triton is None:
         raise ValueError("--attention-backend triton: Triton is not installed (pip install triton; Linux only)")
     if not on_gpu and isinstance(_rms_norm_kernel, triton.JITFunction):
-        raise ValueError(f"--attention-backend triton: no kernel runs on the device {str(device)!r}; take auto or torch, or set "
-                         "TRITON_INTERPRET=1 to have the kernels interpreted, slowly")
+        raise ValueError(f"--attention-backend triton: no kernel runs on device {str(device)!r}; take auto or "
+                         "torch, or set TRITON_INTERPRET=1 to have the kernels interpreted, slowly")
     return TRITON
