@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 import kernels
@@ -82,7 +82,8 @@ class LlamaConfig:
         for key, plain in (("quantization_config", None), ("sliding_window", None), ("hidden_act", "silu")):
             if raw.get(key, plain) != plain:
                 raise CheckpointError(f"config.json: {key} = {raw[key]!r} is not supported (only {plain})")
-        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        new, old = (raw.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+        rope = {key: _agree(key, new.get(key), old.get(key)) for key in {**new, **old}}
         theta = _agree("rope_theta", raw.get("rope_theta"), rope.pop("rope_theta", None), 10000.0)
         rope_type = _agree("rope_type", rope.pop("rope_type", None), rope.pop("type", None), "default")
         if rope_type not in ("default", "llama3"):
@@ -104,12 +105,14 @@ class LlamaConfig:
         if size["num_attention_heads"] % size["num_key_value_heads"] or size["head_dim"] % 2:
             raise CheckpointError(f"config.json: {size['num_attention_heads']} query heads over {size['num_key_value_heads']} "
                                   f"KV heads of size {size['head_dim']}: heads must divide, the size must be even")
-        return cls(**size, rms_norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=float(theta),
+        dtype, eps = _agree("dtype", raw.get("dtype"), raw.get("torch_dtype"), "float32"), raw.get("rms_norm_eps", 1e-6)
+        if dtype not in DTYPES or not isinstance(eps, (int, float)):
+            raise CheckpointError(f"config.json: dtype = {dtype!r} must be one of {', '.join(DTYPES)}, rms_norm_eps = {eps!r} a number")
+        return cls(**size, rms_norm_eps=eps, rope_theta=float(theta),
                    rope_scaling=rope if rope_type == "llama3" else None,
                    tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
                    attention_bias=bool(raw.get("attention_bias", False)), mlp_bias=bool(raw.get("mlp_bias", False)),
-                   dtype=_agree("dtype", raw.get("dtype"), raw.get("torch_dtype"), "float32"),
-                   eos_token_ids=_id_set(raw.get("eos_token_id")) | more_eos)
+                   dtype=dtype, eos_token_ids=_id_set(raw.get("eos_token_id")) | more_eos)
 
     def check_tensor_parallel(self, size):
         """Raise ValueError unless the model can be cut into `size` ranks, naming the sizes that would work."""
@@ -123,7 +126,7 @@ class LlamaConfig:
                              + ", ".join(str(n) for n in range(1, self.num_attention_heads + 1) if fits(n)))
 
 
-def _agree(key, a, b, default):
+def _agree(key, a, b, default=None):
     """The value of a field that a config may spell in two places."""
     if a is not None and b is not None and a != b:
         raise CheckpointError(f"config.json gives {key} twice, as {a!r} and as {b!r}")
@@ -136,7 +139,10 @@ def _id_set(value):
 
 def _read_json(path):
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"not an object, but {content!r:.40}")
+        return content
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} can't be read as JSON: {error}") from None
 
@@ -370,7 +376,9 @@ def checkpoint_tensors(folder):
     folder = Path(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        wanted = _read_json(index).get("weight_map", {})
+        wanted = _read_json(index).get("weight_map")
+        if not wanted or not isinstance(wanted, dict) or not all(isinstance(file, str) for file in wanted.values()):
+            raise CheckpointError(f"{index} holds no weight_map that tells the file of each tensor")
     elif single.is_file():
         wanted = None
     else:
@@ -385,17 +393,18 @@ def checkpoint_tensors(folder):
             try:
                 (length,) = struct.unpack("<Q", f.read(8))
                 header = json.loads(f.read(length)) if length < path.stat().st_size else None
-                header.pop("__metadata__", None)
-            except (struct.error, ValueError, AttributeError):
+                header = {name: (info["dtype"], tuple(info["shape"]), 8 + length + info["data_offsets"][1])
+                          for name, info in header.items() if name != "__metadata__"}
+            except (struct.error, ValueError, AttributeError, TypeError, KeyError, IndexError):
                 raise CheckpointError(f"{path} is not a safetensors file, or is truncated within its header") from None
-        for name, info in header.items():
+        for name, (dtype, shape, end) in header.items():
             if wanted is not None and wanted.get(name) != file:
                 continue
-            if 8 + length + info["data_offsets"][1] > path.stat().st_size:
+            if end > path.stat().st_size:
                 raise CheckpointError(f"{path} is truncated: tensor {name} ends beyond the end of the file")
-            if info["dtype"] not in ("F32", "F16", "BF16", "F64"):
-                raise CheckpointError(f"{path}: tensor {name} has dtype {info['dtype']}; only float weights are supported")
-            tensors[name] = path, tuple(info["shape"])
+            if dtype not in ("F32", "F16", "BF16", "F64"):
+                raise CheckpointError(f"{path}: tensor {name} has dtype {dtype}; only float weights are supported")
+            tensors[name] = path, shape
     for name in wanted or ():
         if name not in tensors:
             raise CheckpointError(f"tensor {name} is missing from {wanted[name]}, where the index says it is")
@@ -407,6 +416,7 @@ def load_model(folder, dtype, device="cpu", tp_rank=0, tp_size=1, comm=None, att
     most one tensor exists twice. All names and shapes are checked first. Raises CheckpointError naming the tensor.
     vLLM: model_executor/models/llama.py:441 LlamaModel.load_weights"""
     config, tensors = LlamaConfig.from_folder(folder), checkpoint_tensors(folder)
+    config.check_tensor_parallel(tp_size)
     plan = weight_plan(config, tp_rank, tp_size)
     for piece in plan:
         if piece.name not in tensors:
@@ -422,12 +432,15 @@ def load_model(folder, dtype, device="cpu", tp_rank=0, tp_size=1, comm=None, att
     model = Llama(config, dtype, device, tp_rank, tp_size, comm, attention_backend)
     params = dict(model.named_parameters())
     for file in sorted({path for path, _ in tensors.values()}):
-        with safe_open(file, framework="pt") as f:
-            for p in plan:
-                if tensors[p.name][0] == file:
-                    rows = f.get_slice(p.name)
-                    rows = rows[p.start:p.stop] if p.dim == 0 else rows[:, p.start:p.stop]
-                    params[p.param].narrow(p.dim, p.offset, p.stop - p.start).copy_(rows)
+        try:
+            with safe_open(file, framework="pt") as f:
+                for p in plan:
+                    if tensors[p.name][0] == file:
+                        rows = f.get_slice(p.name)
+                        rows = rows[p.start:p.stop] if p.dim == 0 else rows[:, p.start:p.stop]
+                        params[p.param].narrow(p.dim, p.offset, p.stop - p.start).copy_(rows)
+        except SafetensorError as error:                                             # places that don't fit the shapes
+            raise CheckpointError(f"{file} can't be read: {error}") from None
     return model
 
 
