@@ -244,16 +244,42 @@ def make_engine(folder, poison_value=float("nan"), clock=None, **options):
     return engine
 
 
+def poison_unused(engine):
+    """NaN into every slot that holds nobody's K/V: free blocks without a name, and what lies beyond a sequence's computed tokens.
+    Between steps this may be done at any time, and then even a slot that was valid a step ago shows if it is read."""
+    manager, cache = engine.scheduler.kv_cache_manager, engine.executor.kv_cache
+    size, unused = manager.block_size, torch.ones(cache.num_blocks * cache.block_size, dtype=torch.bool)
+    for block in manager.block_pool.blocks[1:]:
+        if block.block_hash is not None:
+            unused[block.block_id * size:(block.block_id + 1) * size] = False
+    for request in engine.scheduler.requests.values():
+        for i, block_id in enumerate(manager.get_block_ids(request.request_id)):
+            unused[block_id * size:block_id * size + min(max(request.num_computed_tokens - i * size, 0), size)] = False
+    rows = unused.nonzero().flatten()
+    cache.k.flatten(1, 2)[:, rows] = torch.nan                           # [L, slots, Hkv, d]
+    cache.v.flatten(1, 2)[:, rows] = torch.nan
+
+
+def preempt(engine, request_id):
+    """Preempt a running request between two steps, as the scheduler does when the pool is exhausted."""
+    request = engine.scheduler.requests[request_id]
+    engine.scheduler.running.remove(request)
+    engine.scheduler._preempt_request(request)
+
+
 def greedy(n, **more):
     """SamplingParams: n greedy tokens, come what may."""
     return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, **more)
 
 
 def run(engine, jobs, arrivals=None, each_step=None):
-    """Run jobs, a list of (prompt, SamplingParams) or (prompt, SamplingParams, priority), to their end: list of final RequestOutput.
+    """Run jobs, a list of (prompt, SamplingParams) or (prompt, SamplingParams, priority), to their end: list of final RequestOutput
+    (None for one that each_step aborted: it has none).
 
     arrivals: the step at which each job is added (default: all at once). each_step: called with (step, that step's outputs).
-    Reaching the bound on steps is a failure, so that what hangs fails; at the end the pool must be whole again.
+    Request ids are "<steps run before>-<index of the job>". After every step the plan is held against its budget, and all slots that
+    hold nobody's K/V are poisoned again. Reaching the bound on steps is a failure, so that what hangs fails; at the end the pool must
+    be whole again.
     """
     final, first = {}, len(engine.records)
     todo = sorted(range(len(jobs)), key=lambda i: arrivals[i] if arrivals else 0)
@@ -268,10 +294,14 @@ def run(engine, jobs, arrivals=None, each_step=None):
         final.update({o.request_id: o for o in outputs if o.finished})
         if each_step:
             each_step(step, outputs)
+        record = engine.records[-1]
+        assert record.used == sum(r.scheduled for r in record.requests) <= record.budget
+        assert all(r.scheduled > 0 for r in record.requests) and len({r.request_id for r in record.requests}) == len(record.requests)
+        poison_unused(engine)
         step += 1
         assert step <= bound, f"{step} steps for {total} tokens: {engine.scheduler.requests}"
     check_drained(engine)
-    return [final[f"{first}-{i}"] for i in range(len(jobs))]
+    return [final.get(f"{first}-{i}") for i in range(len(jobs))]
 
 
 def ids_of(outputs):
