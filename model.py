@@ -108,11 +108,12 @@ class LlamaConfig:
         dtype, eps = _agree("dtype", raw.get("dtype"), raw.get("torch_dtype"), "float32"), raw.get("rms_norm_eps", 1e-6)
         if dtype not in DTYPES or not isinstance(eps, (int, float)):
             raise CheckpointError(f"config.json: dtype = {dtype!r} must be one of {', '.join(DTYPES)}, rms_norm_eps = {eps!r} a number")
+        eos = _id_set(raw.get("eos_token_id")) | more_eos            # one outside the vocabulary can't be met
         return cls(**size, rms_norm_eps=eps, rope_theta=float(theta),
                    rope_scaling=rope if rope_type == "llama3" else None,
                    tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
                    attention_bias=bool(raw.get("attention_bias", False)), mlp_bias=bool(raw.get("mlp_bias", False)),
-                   dtype=dtype, eos_token_ids=_id_set(raw.get("eos_token_id")) | more_eos)
+                   dtype=dtype, eos_token_ids=frozenset(i for i in eos if 0 <= i < size["vocab_size"]))
 
     def check_tensor_parallel(self, size):
         """Raise ValueError unless the model can be cut into `size` ranks, naming the sizes that would work."""
@@ -476,6 +477,7 @@ def sample(logits, requests):
 
 
 GREEDY_BELOW = 1e-5      # as in vLLM: a smaller temperature would overflow the division, and its argmax is certain anyway
+LARGE = 1e30             # what a larger parameter is taken for: in fp32 it would be infinite, and -inf / inf is no logit
 
 
 def draw(logits, requests):
@@ -484,14 +486,14 @@ def draw(logits, requests):
     Walk down the sorted probabilities until the uniform number is used up. The sort is stable, so that of equal
     probabilities the lower id comes first and a cut between them is the same every time.
     """
-    column = lambda name: torch.tensor([[float(getattr(r.sampling_params, name))] for r in requests], device=logits.device)
+    column = lambda name: torch.tensor([[float(min(getattr(r.sampling_params, name), LARGE))] for r in requests], device=logits.device)
     probs, ids = (logits / column("temperature")).softmax(-1).sort(dim=-1, descending=True, stable=True)   # [n, V] each
     top_k, top_p, min_p = column("top_k"), column("top_p"), column("min_p")          # [n, 1]
     rank = torch.arange(probs.shape[1], device=logits.device)                        # [V]
     probs = probs.where((rank < top_k) | (top_k <= 0), 0.0)                          # top_k 0 and -1: off
     probs = probs.where(probs >= min_p * probs[:, :1], 0.0)
-    before = probs.cumsum(-1, dtype=torch.float64) - probs                           # [n, V] mass of the likelier ones
-    probs = probs.where(before < top_p * probs.sum(-1, keepdim=True), 0.0)           # of what is left, as vLLM has it
+    total = probs.cumsum(-1, dtype=torch.float64)                                    # [n, V] fp64: 1e5 small ones add up right
+    probs = probs.where(total - probs < top_p * total[:, -1:], 0.0)                  # mass of the likelier; of what is left, as in vLLM
     cumulative = probs.cumsum(-1, dtype=torch.float64)                               # [n, V]
     u = torch.tensor([[uniform(r.sampling_params.seed, len(r.output_token_ids))] for r in requests],
                      dtype=torch.float64, device=logits.device)
@@ -519,7 +521,8 @@ def adjust_logits(row, request):
         row[sorted(stops)] = -torch.inf
     if p.repetition_penalty != 1:                # over prompt and output; the sign decides which way is "less likely"
         seen = torch.tensor(sorted(set(request.all_token_ids)), device=row.device)
-        row[seen] = torch.where(row[seen] > 0, row[seen] / p.repetition_penalty, row[seen] * p.repetition_penalty)
+        penalty = min(p.repetition_penalty, LARGE)
+        row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
     if outputs and (p.presence_penalty or p.frequency_penalty):     # over the output alone
         seen, count = torch.tensor(outputs, device=row.device).unique(return_counts=True)
         row[seen] -= p.presence_penalty + p.frequency_penalty * count
