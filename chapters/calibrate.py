@@ -1,22 +1,28 @@
 """Where the ledger's constants come from: kernel times that others measured, or a run on this machine.
 
-    fit         the H100's constants from chapters/data (`python chapters/ledger.py --fit` prints them and every error)
-    calibrate   the constants of this machine and one model, from the StepRecords of a run of the real engine
+    fit            the H100's constants from chapters/data (`python chapters/ledger.py --fit` prints every error)
+    calibrate      the constants of this machine and one model, from the StepRecords of the real engine
+    reality_check  the simulator against the engine here, on a workload that it was not calibrated with
+                   (`python chapters/calibrate.py`)
 
 Both search for the numbers that bring the ledger's estimate nearest to what was measured.  ledger.py itself never looks
 at a measurement, so that the reader can follow it with a pencil.
 """
 import csv
+import functools
 import math
 import os
 import pathlib
-import statistics
+import sys
 import time
 from dataclasses import replace
 
-from ledger import CALIBRATED_H100, Calibration, Cost, Hardware, Ledger, work_of
-
 HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import bench  # noqa: E402
+from ledger import (CALIBRATED_H100, Calibration, Cost, Hardware, Ledger, ModelShape,  # noqa: E402
+                    SimulatedEngine, work_of)
 
 # The measurement's name -> ours.
 MEASURED = {"attn_pre_proj": "qkv_proj", "attn_post_proj": "o_proj", "mlp_up_proj": "gate_up_proj",
@@ -24,6 +30,7 @@ MEASURED = {"attn_pre_proj": "qkv_proj", "attn_post_proj": "o_proj", "mlp_up_pro
             "attn_rope": "rope", "mlp_act": "silu_and_mul", "add": "residual_add"}
 
 
+@functools.cache
 def read_csv(name):
     with open(HERE / "data" / name) as file:
         return list(csv.DictReader(file))
@@ -38,7 +45,7 @@ def measured_ops():
 def estimated_ops(calibration, keys):
     """The same table, estimated."""
     ledger = Ledger(calibration=calibration)
-    ops = {T: {op.name: ledger.seconds(op) for op in ledger.layer_ops(T)} for _, T in keys}
+    ops = {T: {op.name: ledger.seconds(op) for op in ledger.layer_ops(T)} for T in {T for _, T in keys}}
     return {(name, T): ops[T][MEASURED[name]] for name, T in keys}
 
 
@@ -81,7 +88,8 @@ def fit():
     layers = layer_seconds(measured)
 
     def calibration(x):
-        return Calibration(Cost(*x[0:2]), Cost(*x[2:4]), Cost(*x[4:6]), x[6], CALIBRATED_H100.all_reduce)
+        # Attention was not measured: it gets what the other matrix products get.
+        return Calibration(Cost(*x[0:2]), Cost(*x[0:2]), Cost(*x[2:4]), Cost(*x[4:6]), x[6], CALIBRATED_H100.all_reduce)
 
     def loss(x):
         table = estimated_ops(calibration(x), measured)
@@ -93,15 +101,15 @@ def fit():
     return replace(calibration(operators), all_reduce=Cost(*all_reduce))
 
 
-def this_machine():
+def this_machine(clock=time.perf_counter):
     """The Hardware under our feet: fp32 matrix product and memory copy, the best of several runs of PyTorch."""
     import torch
 
     def best(function, *arguments):
         def once():
-            begin = time.perf_counter()
+            begin = clock()
             function(*arguments)
-            return time.perf_counter() - begin
+            return clock() - begin
         return min(once() for _ in range(8))
 
     a, b = torch.randn(1024, 1024), torch.empty(1 << 25)
@@ -121,21 +129,69 @@ def recalibrated(ledger, calibration):
     return Ledger(ledger.model, ledger.hardware, ledger.tp, calibration, ledger.dtype_bytes, ledger.block_size)
 
 
-def calibrate(ledger, records):
-    """A Calibration for `ledger` from the StepRecords of a real run: a small model's step is mostly on no datasheet.
+def calibrate(ledger, *runs):
+    """A Calibration for `ledger` from StepRecords of the real engine: a small model's step is mostly on no datasheet.
 
-    Three numbers, by least absolute log error: the share of the peaks it reaches, seconds a step, and a request."""
-    steps = [(work_of_record(record), record.duration) for record in records if record.requests]
+    Four numbers: the share of the peaks that attention reaches, and all else; seconds a step, and a request.  With
+    nothing else in it a step's time is linear in (1/share, 1/share, seconds, seconds), so least squares of the relative error
+    finds them, none below 0.  `runs` are repetitions of one workload: of each step the fastest counts, noise only adds.
+    The workload should have few long requests and many short ones, or the four cannot be told apart."""
+    ideal = recalibrated(ledger, Calibration(*[Cost(0, 1)] * 4, smoothness=1, all_reduce=Cost(0, 1)))
+    rows = []
+    for steps in zip(*runs):
+        work, seconds = work_of_record(steps[0]), min(step.duration for step in steps)
+        attention = ideal.total_seconds([ideal.attention_op(work)])
+        parts = (ideal.step_time(work) - attention, attention, 1.0, work.requests)
+        rows.append([part / seconds for part in parts])
+    rest, attention, step, request = non_negative_least_squares(rows)
+    rest, attention = Cost(0, 1 / rest if rest else math.inf), Cost(0, 1 / attention if attention else math.inf)
+    return Calibration(rest, attention, rest, rest, 1, rest, step_overhead=step, request_overhead=request)
 
-    def calibration(x):
-        return Calibration(Cost(0, x[0]), Cost(0, x[0]), Cost(0, x[0]), 1, Cost(0, 1), x[1], x[2])
 
-    def loss(x):
-        guess = recalibrated(ledger, calibration(x))
-        return sum(abs(math.log(guess.step_time(work) / seconds)) for work, seconds in steps)
+def non_negative_least_squares(rows):
+    """x >= 0 with the least sum of (row . x - 1)^2, one number at a time, each to its best value given the others."""
+    size = range(len(rows[0]))
+    square = [[sum(row[i] * row[j] for row in rows) for j in size] for i in size]
+    linear, x = [sum(row[i] for row in rows) for i in size], [0.0 for _ in size]
+    for _ in range(20_000):
+        for i in size:
+            others = sum(square[i][j] * x[j] for j in size if j != i)
+            x[i] = max(0.0, (linear[i] - others) / square[i][i])
+    return x
 
-    typical = statistics.median(seconds for _, seconds in steps)
-    return calibration(pattern_search(loss, [0.5, typical / 2, typical / 20]))
+
+def reality_check(model=None, repetitions=3):
+    """The engine on this CPU with one thread, and the simulator calibrated to it, on requests that are new to it.
+
+    Returns (measured, simulated) seconds over all steps and the two numbers of steps.  Seconds are CPU seconds of this
+    process, and the two workloads take turns, so that what else the machine does disturbs both alike and little."""
+    import torch
+
+    from nano_serve import EMBEDDED_MODEL, EngineArgs, LLMEngine
+    model, threads = model or EMBEDDED_MODEL, torch.get_num_threads()
+    torch.set_num_threads(1)
+    engine = LLMEngine(EngineArgs(model, device="cpu", dtype="float32", max_num_seqs=16, max_num_batched_tokens=512,
+                                  num_kv_blocks=1000), clock=time.process_time)
+    vocab = engine.config.vocab_size
+    few_long = bench.random_requests(4, 700, 24, 0.3, vocab_size=vocab, seed=1)
+    many_short = bench.random_requests(24, 40, 24, 0.5, vocab_size=vocab, seed=2)
+    workload = bench.random_requests(24, 250, 50, 0.5, prefix_len=64, vocab_size=vocab, seed=3)
+    calibration_runs, measured_runs = [], []
+    try:
+        for _ in range(repetitions):
+            for requests, runs in ((few_long + many_short, calibration_runs), (workload, measured_runs)):
+                bench.warm_up(engine, requests[0], 1)
+                bench.run(engine, requests, [0.0] * len(requests))
+                runs.append(list(engine.records))
+    finally:
+        engine.close()
+        torch.set_num_threads(threads)
+    ledger = Ledger(ModelShape.from_config(model), this_machine(time.process_time), tp=1, dtype_bytes=4)
+    ledger = recalibrated(ledger, calibrate(ledger, *calibration_runs))
+    simulated = SimulatedEngine(ledger, engine.scheduler.config, num_kv_blocks=1000)
+    _, seconds = bench.run(simulated, workload, [0.0] * len(workload))
+    measured = sum(min(step.duration for step in steps) for steps in zip(*measured_runs))
+    return measured, seconds, len(measured_runs[0]), simulated.num_steps
 
 
 def print_fit():
@@ -150,3 +206,9 @@ def print_fit():
         print(f"{name:26}" + "".join(f"{100 * (ratio - 1):+6.0f}" for ratio in row))
     print("\nall_reduce, by bytes a rank: " + "  ".join(
         f"{size}: {100 * (ratio - 1):+.0f}" for size, ratio in all_reduce_errors(fitted.all_reduce).items()))
+
+
+if __name__ == "__main__":
+    measured, simulated, steps, simulated_steps = reality_check()
+    print(f"measured {measured:.3f} s of CPU in {steps} steps, simulated {simulated:.3f} s in {simulated_steps}: "
+          f"{simulated / measured - 1:+.1%}")

@@ -22,7 +22,8 @@ and every error.  Where the estimate is wrong, and by how much:
 - All-reduce is within 19 % of NCCL's times at each size from 2 KB to 64 MB.  vLLM has an all-reduce of its own for
   small messages, which is not measured here; if it is faster than NCCL's 31 us, decode steps are too.
 - Attention was not measured: it gets the GEMMs' efficiency and latency, an assumption.
-- The host's time is not in it: on a GPU it is taken to run ahead.  `step_overhead` holds it where it was measured.
+- The host's time is not in it: on a GPU it is taken to run ahead.  `step_overhead` holds it where it was measured:
+  calibrated on a busy 2-core CPU with one workload, it predicted another within 11 % (`python chapters/calibrate.py`).
 - The other GPUs keep the H100's efficiencies and latencies beside their own peaks, an assumption too.
 
 vLLM has no such file: it runs the model and looks.
@@ -121,6 +122,7 @@ class Cost(NamedTuple):
 class Calibration:
     """The constants of the estimate: a Cost for each kind of operator, and what no operator explains."""
     gemm: Cost
+    attention: Cost
     norm: Cost
     elementwise: Cost
     smoothness: float               # p: 1 adds the two roofs, infinity takes the larger
@@ -130,8 +132,9 @@ class Calibration:
 
 
 # What calibrate.fit() computes from chapters/data; a test holds the two together.
-CALIBRATED_H100 = Calibration(gemm=Cost(3.03e-06, 0.792), norm=Cost(4.09e-06, 0.431), elementwise=Cost(1.54e-06, 0.657),
-                              smoothness=3.01, all_reduce=Cost(3.14e-05, 0.824))
+CALIBRATED_H100 = Calibration(
+    gemm=Cost(3.03e-06, 0.792), attention=Cost(3.03e-06, 0.792), norm=Cost(4.09e-06, 0.431),
+    elementwise=Cost(1.54e-06, 0.657), smoothness=3.01, all_reduce=Cost(3.14e-05, 0.824))
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 2  The account
@@ -140,7 +143,7 @@ CALIBRATED_H100 = Calibration(gemm=Cost(3.03e-06, 0.792), norm=Cost(4.09e-06, 0.
 class Op(NamedTuple):
     """One operator on one GPU, run `count` times.  A multiply-add is two FLOPs; bytes cross memory bus or link."""
     name: str
-    kind: str        # gemm, norm, elementwise, all_reduce: the field of Calibration
+    kind: str        # the field of Calibration: gemm, attention, norm, elementwise, all_reduce
     flops: float
     bytes: float
     count: int = 1
@@ -279,7 +282,7 @@ class Ledger:
         """QK^T and PV: 4 d FLOPs a pair and query head.  A request's K and V are read once for all heads (GQA)."""
         m, heads = self.model, self.model.num_attention_heads // self.tp
         elements = 2 * work.context * self.kv_heads_per_gpu * m.head_dim + 2 * work.tokens * heads * m.head_dim
-        return Op("attention", "gemm", 4 * work.pairs * heads * m.head_dim, elements * self.dtype_bytes,
+        return Op("attention", "attention", 4 * work.pairs * heads * m.head_dim, elements * self.dtype_bytes,
                   m.num_hidden_layers)
 
     def step_ops(self, work):
@@ -317,7 +320,6 @@ class SimulatedEngine:
 
     It answers to what bench.run needs of an engine, so the same workloads and metrics serve both.  Every step takes
     `step_time` seconds of a clock that nobody waits for, and every sampled token is 0: requests end by max_tokens.
-    Leaves out what the ledger does, and the time the host takes between two steps.
     vLLM: v1/engine/core.py:584 EngineCore.step"""
 
     def __init__(self, ledger, config, num_kv_blocks=None, enable_prefix_caching=True, gpu_memory_utilization=0.92,
@@ -379,7 +381,7 @@ SYSTEM, QUESTION, OUTPUT = 2000, 50, 300      # tokens
 
 def intensity(ledger, work):
     """FLOP a byte over all matrix products of a step, attention among them."""
-    ops = [op for op in ledger.step_ops(work) if op.kind == "gemm"]
+    ops = [op for op in ledger.step_ops(work) if op.kind in ("gemm", "attention")]
     return sum(op.count * op.flops for op in ops) / sum(op.count * op.bytes for op in ops)
 
 
@@ -429,7 +431,7 @@ def sweep(ledger, batches=(1, 2, 4, 8, 16, 32, 64, 128, 256), enable_prefix_cach
 
 
 def feasible(results, slo):
-    """The batches whose P99 keeps the SLO (name -> ms, of ttft, tpot, itl, e2el)."""
+    """The batches whose P99 keeps the SLO: {name: ms}, of ttft, tpot, itl and e2el."""
     return [r["batch"] for r in results if all(r[f"p99_{name}_ms"] <= limit for name, limit in slo.items())]
 
 
@@ -465,8 +467,7 @@ def main(argv=None):
                         help="P99 limits for --sweep, of ttft, itl, tpot, e2el [ttft:500 itl:25]")
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--save", metavar="DIR", help="save the pictures of --sweep as SVG")
-    args = parser.parse_args(argv)
-    console = Console()
+    args, console = parser.parse_args(argv), Console()
     try:
         if args.fit or args.hardware == "here":
             import calibrate
@@ -476,15 +477,15 @@ def main(argv=None):
         hardware = calibrate.this_machine() if args.hardware == "here" else HARDWARE[args.hardware]
         model = MODELS.get(args.model) or ModelShape.from_config(args.model)
         ledger = Ledger(model, hardware, args.tensor_parallel_size)
-        title = f"{args.model} on {ledger.tp} x {hardware.name} ({hardware.source})"
+        title = f"{args.model} on {ledger.tp} x {hardware.name}  ({hardware.source})"
         if not args.sweep:
             table = Table("what", "value", "how", title=title)
             for row in account(ledger):
                 table.add_row(*row)
             console.print(table)
             return 0
-        slo = parse_goodput(args.slo, ("ttft", "tpot", "itl", "e2el"))
-        pictures = sweep_pictures(sweep(ledger, enable_prefix_caching=args.enable_prefix_caching), slo)
+        slo, caching = parse_goodput(args.slo, ("ttft", "tpot", "itl", "e2el")), args.enable_prefix_caching
+        pictures = sweep_pictures(sweep(ledger, enable_prefix_caching=caching), slo)
         console.print(f"{title}, {SYSTEM} + {QUESTION} tokens in, {OUTPUT} out, simulated", Group(*pictures.values()))
         for name, picture in pictures.items() if args.save else ():
             save_svg(picture, pathlib.Path(args.save) / f"{name}.svg")
