@@ -307,7 +307,7 @@ def main(argv=None) -> int:
               "model_id": args.model, "num_prompts": len(requests), "burstiness": args.burstiness,
               "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
               "max_concurrency": args.max_concurrency, **result, "peak_rss_bytes": peak_rss_bytes()}
-    for error, count in Counter(output.error for output in outputs if output.error).items():
+    for error, count in Counter(output.error for output in outputs if output.error).most_common(10):
         print(f"{count} failed: {error}")
     print(table(result, args.max_concurrency, args.request_rate, metrics + ["client_queue_time"]))
     if not args.simulate:

@@ -123,13 +123,14 @@ def summarize(outputs: list[RequestFuncOutput], duration: float, goodput: dict[s
     good = [o for o in outputs if o.success]
     total_input, total_output = sum(o.prompt_len for o in good), sum(o.output_tokens for o in good)
     peak_tokens, peak_requests = peaks(good)
+    seconds = duration or math.inf       # 0 if all were refused at once: a rate of 0 then
     result = {
         "duration": duration, "completed": len(good), "failed": len(outputs) - len(good),
         "total_input_tokens": total_input, "total_output_tokens": total_output,
-        "request_throughput": len(good) / duration,
-        "request_goodput": sum(is_good(o, goodput) for o in good) / duration if goodput else None,
-        "output_throughput": total_output / duration,
-        "total_token_throughput": (total_input + total_output) / duration,
+        "request_throughput": len(good) / seconds,
+        "request_goodput": sum(is_good(o, goodput) for o in good) / seconds if goodput else None,
+        "output_throughput": total_output / seconds,
+        "total_token_throughput": (total_input + total_output) / seconds,
         "max_output_tokens_per_s": peak_tokens, "max_concurrent_requests": peak_requests,
         "input_lens": [o.prompt_len for o in outputs],
         "output_lens": [o.output_tokens if o.success else 0 for o in outputs],

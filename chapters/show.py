@@ -84,7 +84,7 @@ def phases(records) -> dict[str, dict[int, str]]:
 def describe(request, letter: str) -> str:
     """One request's part in a step, as in `a P 0→512` or `b d 513`."""
     done = f"{request.computed}→{request.computed + request.scheduled}" if letter != "d" else f"{request.computed}"
-    hit = f" (hit {request.hit_blocks} blocks)" if request.hit_blocks else ""
+    hit = f" ({request.hit_blocks} block{'s' * (request.hit_blocks > 1)} hit)" if request.hit_blocks else ""
     return f"{request.request_id} {letter} {done}{hit}"
 
 
@@ -99,30 +99,33 @@ def legend(letters) -> Text:
 
 @dataclass
 class StepTable:
-    """One row a step: when, how long, who, how much of the budget.  A narrow console gets the columns that matter most.
+    """One row a step: when, how long, who, how much of the budget.  A narrow console gets fewer columns.
 
     More than `max_steps` steps are cut in the middle, and the gap says how many it hides."""
     records: list
     max_steps: int = 40
 
     def __rich_console__(self, console, options):
-        wide = options.max_width >= 90
-        table = Table(title="steps", title_justify="left", pad_edge=False, expand=False)
-        for name in ("step", "start ms", "took ms") if wide else ("step", "took ms"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("requests", overflow="fold", ratio=1)
-        for name in ("tokens", "run", "wait", "free blocks") if wide else ("tokens", "wait"):
-            table.add_column(name, justify="right", no_wrap=True)
-        letters, records, hidden = phases(self.records), self.records, len(self.records) - self.max_steps
+        letters, records, half = phases(self.records), self.records, self.max_steps // 2
+        columns = {"step": lambda r, i: str(r.step), "start ms": lambda r, i: f"{1e3 * (r.time - records[0].time):.1f}",
+                   "took ms": lambda r, i: f"{1e3 * r.duration:.1f}", "requests": lambda r, i: self.who(r, i, letters),
+                   "tokens": lambda r, i: f"{r.used}/{r.budget}", "run": lambda r, i: str(r.running),
+                   "wait": lambda r, i: str(r.waiting), "free blocks": lambda r, i: f"{r.free_blocks}/{r.total_blocks}"}
+        if options.max_width < 90:
+            columns = {name: columns[name] for name in ("step", "took ms", "requests", "tokens", "wait")}
+        if options.max_width < 60:
+            columns = {name: columns[name] for name in ("step", "requests", "tokens")}
+        table = Table(title="steps", title_justify="left", pad_edge=False)
+        for name in columns:
+            table.add_column(name, **({"ratio": 1, "overflow": "fold"} if name == "requests" else
+                                      {"justify": "right", "no_wrap": True}))
+        hidden = range(half, len(records) - half) if len(records) > self.max_steps else range(0)
         for i, record in enumerate(records):
-            if hidden > 0 and self.max_steps // 2 <= i < len(records) - self.max_steps // 2:
-                if i == self.max_steps // 2:
-                    table.add_row("…", *[""] * (1 + wide), f"{len(records) - 2 * (self.max_steps // 2)} steps more")
-                continue
-            start = [f"{1e3 * (record.time - records[0].time):.1f}"] if wide else []
-            tail = [f"{record.used}/{record.budget}"] + ([str(record.running)] if wide else []) + [str(record.waiting)]
-            table.add_row(str(record.step), *start, f"{1e3 * record.duration:.1f}", self.who(record, i, letters), *tail,
-                          *([f"{record.free_blocks}/{record.total_blocks}"] if wide else []))
+            if i not in hidden:
+                table.add_row(*[cell(record, i) for cell in columns.values()])
+            elif i == hidden[0]:
+                table.add_row(*["…" if name == "step" else f"{len(hidden)} steps more" if name == "requests" else ""
+                                for name in columns])
         yield table
 
     def who(self, record, index, letters) -> str:
