@@ -15,6 +15,7 @@ Collectives (集合通信) are calls that every rank makes, in the same order, e
 2 a layer, 1 for the embedding and 1 for the logits; one more message, the batch itself, goes from rank 0 to the others.
 """
 import ctypes
+import gc
 import math
 import os
 import platform
@@ -111,7 +112,7 @@ class SharedMemoryComm:
 
     There are two sets of slots, taken in turn (generation g uses set g % 2), and that is all it takes to be right under
     any interleaving: counter[r] >= g-1 says that r is past generation g-2, so nobody still reads the set that g
-    overwrites. What is larger than a slot goes in pieces. Every rank sums over all ranks in order: the same bits always.
+    overwrites. What is larger than a slot goes in pieces. Each rank sums in rank order, so all hold the same bits.
 
     Memory order: the counter must not become visible before the slot, nor the slot be read before the counter. x86
     keeps stores in order and loads in order, and the interpreter makes each access a call of its own, so plain ones do.
@@ -151,7 +152,9 @@ class SharedMemoryComm:
         for piece, slots in self._pieces(x):
             self._post(slots[self.rank], piece)
             self._wait(range(self.size), self.generation)
-            torch.sum(slots, 0, out=piece)                           # [size, n] → [n]
+            piece.copy_(slots[0])                                    # [n]
+            for part in slots[1:]:                                   # in rank order, not in that of arrival
+                piece += part
         return x
 
     def gather(self, x):
@@ -312,6 +315,9 @@ def worker_main(rank, size, area, locks, collectives, path, driver, folder, dtyp
     # Of the driver's threads a fork brings along only one. OpenMP doesn't notice that its others are gone and would
     # wait for them; a single thread waits for nobody. Tokenizers' and a server's threads a worker has no use for.
     torch.set_num_threads(1)
+    # The driver's garbage is not ours to collect: a process group's destructor waits for threads that only the driver has.
+    gc.freeze()
+    gc.enable()
 
     def watch():
         if channel.flags[size] or os.getppid() != driver:
@@ -348,7 +354,7 @@ class TensorParallelExecutor:
     processes, and their answers come back through a queue each; here rank 0's answer is a return value.
 
     Processes are forked for the CPU on Linux (eight in a fraction of a second), spawned otherwise: a forked child can't
-    use a CUDA that its parent initialised, and on macOS the system's own libraries don't survive a fork. A spawned child
+    use a CUDA that its parent initialised, and on macOS the system's libraries don't survive a fork. A spawned child
     imports the main script anew, hence the usual `if __name__ == "__main__":`. On the CPU a rank has one thread.
     """
 
@@ -360,6 +366,7 @@ class TensorParallelExecutor:
         ordered = platform.machine().lower() in ("x86_64", "amd64", "i686")      # see SharedMemoryComm, memory order
         locks = None if ordered else [context.Lock() for _ in range(size)]
         self.size, self.kind, self.ready, self.reason = size, kind, False, "it was closed"
+        self.worker = self.comm = None
         self.channel = SharedMemoryComm(SharedMemoryComm.new_area(size), 0, size, self._watch, locks)
         self.scratch = tempfile.TemporaryDirectory(prefix="nano-serve-")
         path = Path(self.scratch.name) / "rendezvous"
@@ -371,8 +378,9 @@ class TensorParallelExecutor:
         self._shut_down = weakref.finalize(self, _shut_down, self.channel.flags, area, self.processes, self.scratch,
                                            os.getpid())
         with self._together():
-            for process in self.processes:
-                process.start()
+            with _no_collection():
+                for process in self.processes:
+                    process.start()
             self.comm = self.channel
             if collectives != "shm":
                 self.comm = ProcessGroupComm(collectives, path, 0, size, devices[0])
@@ -410,10 +418,10 @@ class TensorParallelExecutor:
 
     def close(self):
         """End the workers and free everything; may be called again."""
-        if self._shut_down.alive and self.kind == "cuda" and hasattr(self, "comm"):
+        if self.kind == "cuda" and self.comm is not None:
             self.comm.group.abort()
         self._shut_down()
-        self.worker = None
+        self.worker = self.comm = None
 
     def _watch(self):
         """Raise if a rank has failed or died. Called while waiting."""
@@ -445,6 +453,17 @@ class TensorParallelExecutor:
             raise
         finally:
             torch.set_num_threads(threads)
+
+
+@contextmanager
+def _no_collection():
+    enabled = gc.isenabled()
+    gc.disable()                                     # inherited by a forked child, until it has put our garbage aside
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _shut_down(flags, area, processes, scratch, owner):
@@ -499,8 +518,8 @@ def shard_report(config, size, dtype=None):
 
     weights: a row for each kind: kind, count (layers that have one), cut ("output" rows, "input" columns or "whole"),
     full and rank (shapes), bytes (of all of them on one rank); weight_bytes: their sum; kv_heads of a rank, kv_replicas
-    (ranks that hold the same ones), kv_bytes_per_token (a rank, all layers); collectives: name, count a step, bytes that
-    one token adds to a message. dtype: of weights, KV and messages; None: the checkpoint's. ValueError for a size that
+    (ranks that hold the same), kv_bytes_per_token (a rank, all layers); collectives: name, count a step, bytes that one
+    token adds to a message. dtype: of weights, KV and messages; None: the checkpoint's. ValueError for a size that
     doesn't divide.
     """
     config.check_tensor_parallel(size)
