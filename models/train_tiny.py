@@ -29,9 +29,10 @@ import kernels  # noqa: E402
 import tinytext  # noqa: E402
 from model import Llama, LlamaConfig, weight_plan  # noqa: E402
 
-TOKENS = 4_000_000               # the budget: tokens, not minutes, so that a slow machine makes the same model
+TOKENS = 6_400_000               # the budget: tokens, not minutes, so that a slow machine makes the same model
 SHORT, LONG = (6, 320), (1, 4096)  # rows and their length: a short step holds about two documents a row
-LONG_FROM, LONG_EVERY = 1_500_000, 12    # after so many tokens, every twelfth step is a long row
+LONG_FROM, LONG_EVERY = 2_000_000, 12    # after so many tokens, every twelfth step is a long row
+VALIDATION = (8, 512), 2          # rows, and how many batches of them are held out for the loss log
 LEARNING_RATE = 4e-3
 WARM_UP_STEPS = 100
 DECAY_FROM = 0.45                # constant until this share of the budget, then linear to zero
@@ -106,8 +107,8 @@ def save_checkpoint(folder: Path, model: Llama, tokenizer: Tokenizer, config: di
                         "eos_token": "<|eot_id|>",
                         "pad_token": "<|finetune_right_pad_id|>", "model_max_length": config["max_position_embeddings"],
                         "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE}
-    for name, content in (("config.json", config), ("generation_config.json", generation), ("tokenizer_config.json",
-        tokenizer_config)):
+    files = {"config.json": config, "generation_config.json": generation, "tokenizer_config.json": tokenizer_config}
+    for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     rows = ",\n".join(json.dumps(entry) for entry in log)
     (folder / "loss_log.json").write_text(f"[\n{rows}\n]\n", encoding="utf-8")
@@ -277,7 +278,7 @@ def main() -> None:
 
     short, long = Rows(tokenizer, f"short {SEED}"), Rows(tokenizer, f"long {SEED}")
     held_out = Rows(tokenizer, f"validation {SEED}")
-    validation, names = [held_out.batch(8, 512) for _ in range(2)], name_tokens(tokenizer)
+    validation, names = [held_out.batch(*VALIDATION[0]) for _ in range(VALIDATION[1])], name_tokens(tokenizer)
     log, running, step, seen, started = [], None, 0, 0, time.monotonic()
     state_file = args.out / "training_state.pt"
     if args.resume:
