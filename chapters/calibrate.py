@@ -134,7 +134,7 @@ def calibrate(ledger, *runs):
 
     Four numbers: the share of the peaks that attention reaches, and all else; seconds a step, and a request.  With
     nothing else in it a step's time is linear in (1/share, 1/share, seconds, seconds), so least squares of the relative
-    error finds them, none below 0.  `runs` are repetitions of one workload: of each step the fastest counts, noise only adds.
+    error finds them, none below 0.  `runs` repeat one workload: of each step the fastest counts, as noise only adds.
     The workload should have few long requests and many short ones, or the four cannot be told apart."""
     ideal = recalibrated(ledger, Calibration(*[Cost(0, 1)] * 4, smoothness=1, all_reduce=Cost(0, 1)))
     rows = []

@@ -108,7 +108,7 @@ HARDWARE = {h.name: h for h in [
     Hardware("h200", 989.4e12, 4.8e12, 141e9, 450e9, "H200 SXM datasheet: 1979 TFLOPS sparse, NVLink 900 GB/s"),
     Hardware("a100", 312e12, 2.039e12, 80e9, 300e9, "A100 80GB SXM datasheet: 312 TFLOPS dense, NVLink 600 GB/s"),
     Hardware("l4", 121e12, 0.3e12, 24e9, 32e9, "L4 datasheet: 242 TFLOPS sparse, PCIe 4.0 x16 64 GB/s"),
-    Hardware("b200", 2250e12, 8e12, 180e9, 900e9, "DGX B200 datasheet / 8: 36 PFLOPS sparse, NVLink 1.8 TB/s"),
+    Hardware("b200", 2250e12, 8e12, 180e9, 900e9, "HGX B200, one of eight: 4500 TFLOPS sparse, NVLink 1.8 TB/s"),
 ]}
 
 
@@ -209,10 +209,8 @@ class Ledger:
         split = self.num_parameters - norms - kv_head * m.num_key_value_heads
         return (norms + kv_head * self.kv_heads_per_gpu + split // self.tp) * self.dtype_bytes
 
-    @property
-    def kv_bytes_per_token(self):
-        """K and V of one token in every layer, over all GPUs (copies of a KV head count)."""
-        return self.kv_bytes_per_token_per_gpu * self.tp
+    # K and V of one token in every layer, over all GPUs; copies of a KV head count.
+    kv_bytes_per_token = property(lambda self: self.kv_bytes_per_token_per_gpu * self.tp)
 
     @property
     def kv_bytes_per_token_per_gpu(self):
@@ -318,8 +316,8 @@ class Ledger:
 class SimulatedEngine:
     """An LLMEngine whose model is a Ledger and whose clock is virtual: same scheduler, same pool, same StepRecords.
 
-    It answers to what bench.run needs of an engine, so the same workloads and metrics serve both.  Every step takes
-    `step_time` seconds of a clock that nobody waits for, and every sampled token is 0: requests end by max_tokens.
+    It answers to what bench.run needs of an engine, so workloads and metrics serve both.  A step takes `step_time`
+    seconds of a clock that nobody waits for, and every sampled token is 0: requests end by max_tokens.
     vLLM: v1/engine/core.py:584 EngineCore.step"""
 
     def __init__(self, ledger, config, num_kv_blocks=None, enable_prefix_caching=True, gpu_memory_utilization=0.92,
@@ -389,7 +387,7 @@ def account(ledger):
     """The example's account as [(what, value, how)]; what is estimated has a "~" and says so."""
     m, hw, size, MiB = ledger.model, ledger.hardware, ledger.block_size, 1 << 20
     prompt, total, hits = SYSTEM + QUESTION, SYSTEM + QUESTION + OUTPUT, SYSTEM // size
-    kv, gpu_kv, left = ledger.kv_bytes_per_token, ledger.kv_bytes_per_token_per_gpu, prompt - hits * size
+    kv, left = ledger.kv_bytes_per_token, prompt - hits * size
     prefill, cached, decode = work_of([(0, prompt)]), work_of([(hits * size, left)]), work_of([(prompt, 1)])
     blocks = ledger.kv_cache_blocks() - 1
     return [
@@ -398,7 +396,7 @@ def account(ledger):
         ("weights a GPU", f"{ledger.weight_bytes_per_gpu / 1e9:.1f} GB", f"TP={ledger.tp}, norms on each"),
         ("KV a token", f"{kv / 1024:g} KiB", f"2 x {m.num_hidden_layers} layers x "
          f"{ledger.tp * ledger.kv_heads_per_gpu} KV heads x {m.head_dim} x {ledger.dtype_bytes} bytes"),
-        ("KV a token and GPU", f"{gpu_kv / 1024:g} KiB", f"{ledger.kv_heads_per_gpu} KV heads each"),
+        ("KV a token and GPU", f"{kv / ledger.tp / 1024:g} KiB", f"{ledger.kv_heads_per_gpu} KV heads each"),
         (f"KV of the prompt, {prompt} tokens", f"{prompt * kv / MiB:.1f} MiB",
          f"{ledger.num_blocks(prompt)} blocks of {size}"),
         (f"KV at the end, {total} tokens", f"{total * kv / MiB:.1f} MiB", f"{ledger.num_blocks(total)} blocks"),
@@ -477,7 +475,8 @@ def main(argv=None):
         hardware = calibrate.this_machine() if args.hardware == "here" else HARDWARE[args.hardware]
         model = MODELS.get(args.model) or ModelShape.from_config(args.model)
         ledger = Ledger(model, hardware, args.tensor_parallel_size)
-        title = f"{args.model} on {ledger.tp} x {hardware.name}  ({hardware.source})"
+        guess = "" if hardware.name == "h100" else "; efficiencies of an H100, an assumption"
+        title = f"{args.model} on {ledger.tp} x {hardware.name} ({hardware.source}{guess})"
         if not args.sweep:
             table = Table("what", "value", "how", title=title)
             for row in account(ledger):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import html
 import io
+import itertools
 import json
 import math
 import pathlib
@@ -155,10 +156,10 @@ class Timeline:
         yield Text(f"{'step':<{label}} " + ruler[:columns], style="dim", no_wrap=True)
         for name in names:
             row = Text(f"{name[-label:]:<{label}} ", no_wrap=True)
-            for column in range(columns):
-                here = [letters[name].get(i) for i in range(column * per, min((column + 1) * per, steps))]
-                letter = next((letter for letter in PHASES if letter in here), " ")
-                row.append(letter, PHASES[letter][1] if letter != " " else "")
+            cells = [[letters[name].get(i) for i in range(start, min(start + per, steps))] for start in range(0, steps, per)]
+            cells = [next((letter for letter in PHASES if letter in cell), " ") for cell in cells]
+            for letter, same in itertools.groupby(cells):
+                row.append(letter * len(list(same)), PHASES[letter][1] if letter != " " else "")
             yield row
         if len(letters) > len(names):
             yield Text(f"… and {len(letters) - len(names)} requests more")
@@ -319,7 +320,7 @@ class LineChart:
         if self.limit:
             y = top + h * (1 - self.limit[0] / self.top)
             parts += [f'<path d="M{left} {y:.1f}h{w}" stroke="black" stroke-dasharray="6 4"/>',
-                      text(left + w, y - 4, self.limit[1], "end")]
+                      text(left + 4, y - 4, self.limit[1], "start")]
         for i, name in enumerate(self.series):
             colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
             stroke = f'stroke="{colour}" stroke-width="2" stroke-dasharray="{("none", "7 3", "2 3", "9 3 2 3")[i % 4]}"'
