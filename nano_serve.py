@@ -140,8 +140,7 @@ class LLMEngine:
         folder = find_checkpoint(args.model)
         self.config, self.codec = LlamaConfig.from_folder(folder), TextCodec(folder)
         self.config.check_tensor_parallel(args.tensor_parallel_size)
-        if args.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"--dtype {args.dtype!r} is unknown; it is one of auto, {', '.join(DTYPES)}")
+        _check_options(args)
         device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         dtype = auto_dtype(self.config, device) if args.dtype == "auto" else DTYPES[args.dtype]
         self.device, self._seeds = torch.device(device), random.Random(args.seed)
@@ -175,7 +174,8 @@ class LLMEngine:
             a.scheduling_policy, a.long_prefill_token_threshold, max_num_waiting=a.max_num_waiting), manager)
 
     def add_request(self, request_id, prompt, sampling_params=None, arrival_time=None, priority=0):
-        """prompt: a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": […]}; arrival_time in seconds on `clock`.
+        """prompt: a string, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"messages": conversation}, which the
+        chat template makes a text of; arrival_time in seconds on `clock`.
         Raises RequestRefused (a ValueError) for this request alone, before anything of it is kept."""
         params = sampling_params or SamplingParams()
         text, token_ids = self._tokenize(prompt)
@@ -193,13 +193,20 @@ class LLMEngine:
         self._live[request_id] = _LiveRequest(request, text, Detokenizer(self.codec, params), params.logprobs)
 
     def _tokenize(self, prompt):
-        if isinstance(prompt, dict) and len(prompt.keys() & {"prompt", "prompt_token_ids"}) == 1:
-            (prompt,) = (prompt[k] for k in ("prompt", "prompt_token_ids") if k in prompt)
-        if isinstance(prompt, str):
-            return prompt, self.codec.encode(prompt)
-        if isinstance(prompt, (list, tuple)):
-            return None, list(prompt)
-        raise RequestRefused(f"a prompt is a string, a list of token ids, {{'prompt': …}} or {{'prompt_token_ids': […]}}, not {prompt!r:.80}")
+        """A prompt in any of its forms  →  (text, or None if it came as ids; token ids)."""
+        forms = {"prompt": str, "prompt_token_ids": (list, tuple), "messages": (list, tuple)}
+        if not isinstance(prompt, dict):
+            prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+        given = prompt.keys() & forms
+        if len(given) != 1 or not isinstance(prompt[min(given)], forms[min(given)]):
+            raise RequestRefused("a prompt is a text, a list of token ids, or a dict with just one of prompt (text), prompt_token_ids, "
+                                 f"messages (lists), not {prompt!r:.80}")
+        if "prompt_token_ids" in given:
+            return None, list(prompt["prompt_token_ids"])
+        if "prompt" in given:
+            return prompt["prompt"], self.codec.encode(prompt["prompt"])
+        text = self.codec.apply_chat_template(prompt["messages"])    # it writes BOS and all other special tokens itself:
+        return text, self.codec.encode(text, add_special_tokens=False)                              # so none is added
 
     def _check_ids(self, what, ids):
         for i in ids:
@@ -278,6 +285,21 @@ class LLMEngine:
         self.executor.close()
 
 
+def _check_options(args):
+    """What is wrong whatever the model; the scheduler and the pool check the rest."""
+    for name, choices in (("dtype", ("auto", *DTYPES)), ("device", ("auto", "cpu", "cuda"))):
+        if getattr(args, name) not in choices:
+            raise ValueError(f"--{name} {getattr(args, name)!r} is unknown; it is one of {', '.join(choices)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch sees no GPU here; --device cpu (or auto) needs none")
+    for name in ("block_size", "num_kv_blocks", "kv_cache_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if not 0 < args.gpu_memory_utilization <= 1:
+        raise ValueError(f"--gpu-memory-utilization is a share, above 0 and up to 1, got {args.gpu_memory_utilization}")
+
+
 @dataclass
 class _LiveRequest:
     """What the front end keeps of a request beside the scheduler's part."""
@@ -333,8 +355,7 @@ class LLM:
         """prompts: one or a list, each a string, token ids, or a dict as for LLMEngine.add_request; sampling_params: one SamplingParams
         for all, or a list of as many. use_tqdm: a progress line on stderr. Returns a list of RequestOutput in the order of the prompts;
         with n > 1, `outputs` holds n answers."""
-        if not isinstance(prompts, list) or (prompts and type(prompts[0]) is int):
-            prompts = [prompts]
+        prompts = _as_list(prompts)
         final = [[] for _ in prompts]
         with _progress(len(prompts), use_tqdm) as advance:
             for index, output in self.stream(prompts, sampling_params):
@@ -344,16 +365,21 @@ class LLM:
         for outputs in final:        # n answers to one prompt become one result
             outputs.sort(key=lambda o: o.outputs[0].index)
             outputs[0].outputs = [o.outputs[0] for o in outputs]
+            if outputs[0].error:
+                warnings.warn(f"request {outputs[0].request_id}: {outputs[0].error}", stacklevel=2)
         return [outputs[0] for outputs in final]
 
     def stream(self, prompts, sampling_params=None):
         """The same work as it happens: yields (index of the prompt, RequestOutput) whenever a request got a token, ended or was refused.
-        `outputs[0].delta` is the new text. Leaving the loop early aborts what is unfinished."""
-        params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
+        `outputs[0].delta` is the new text, `outputs[0].index` tells the n answers apart. Leaving the loop early aborts what is unfinished."""
+        prompts = _as_list(prompts)
+        params = list(sampling_params) if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
         engine, ours = self.engine, {}                              # request id → (index, which of n)
-        todo = [(i, j, p if p.n == 1 else dataclasses.replace(p, n=1, seed=None if p.seed is None else p.seed + j))
+        # Answer j of n is seeded with seed + j (in 64 bits), so the first is what the prompt alone would get.
+        nth_seed = lambda seed, j: None if seed is None else (seed + j + 2 ** 63) % 2 ** 64 - 2 ** 63
+        todo = [(i, j, p if p.n == 1 else dataclasses.replace(p, n=1, seed=nth_seed(p.seed, j)))
                 for i, p in enumerate(p or SamplingParams() for p in params) for j in range(p.n)][::-1]
         limit = engine.scheduler.config.max_num_waiting
         try:
@@ -367,7 +393,7 @@ class LLM:
                         ours[request_id] = index, j
                     except RequestRefused as refusal:
                         yield index, _refused(request_id, j, prompts[index], str(refusal))
-                for output in engine.step():
+                for output in engine.step() if todo or ours else ():
                     if output.request_id in ours:                   # not one that someone else gave to the same engine
                         index, output.outputs[0].index = ours[output.request_id]
                         if output.finished:
@@ -380,12 +406,11 @@ class LLM:
     def chat(self, messages, sampling_params=None, use_tqdm=False):
         """messages: a conversation [{"role": …, "content": …}, …] or a list of conversations; answers as generate() gives them."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        return self.generate([self.chat_prompt(m) for m in conversations], sampling_params, use_tqdm)
+        return self.generate([{"messages": m} for m in conversations], sampling_params, use_tqdm)
 
     def chat_prompt(self, messages):
-        """A conversation as a prompt. The template writes BOS and all other special tokens itself, so none is added."""
-        codec = self.engine.codec
-        return {"prompt_token_ids": codec.encode(codec.apply_chat_template(messages), add_special_tokens=False)}
+        """A conversation as a prompt of token ids."""
+        return {"prompt_token_ids": self.engine._tokenize({"messages": messages})[1]}
 
     def shard_report(self):
         """What each rank holds, by kind of weight; see worker.shard_report."""
@@ -401,8 +426,12 @@ class LLM:
         self.close()
 
 
+def _as_list(prompts):
+    """One prompt, of which a list of token ids is one, as a list of one."""
+    return list(prompts) if isinstance(prompts, (list, tuple)) and not (prompts and type(prompts[0]) is int) else [prompts]
+
+
 def _refused(request_id, j, prompt, message):
-    warnings.warn(f"request {request_id} refused: {message}", stacklevel=3)
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput(request_id, text, [], [CompletionOutput(j, "", [], finish_reason="error")], True, None, message)
 
@@ -424,6 +453,7 @@ def _progress(total, wanted):
 
 QUESTIONS = ("What is a KV cache?", "Tell me a story about a fox named Ruby.", "How does continuous batching work?",
              "What is TTFT?", "Tell me a story about a little dragon and a key.")
+SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "ignore_eos")
 
 
 def make_parser():
@@ -460,84 +490,77 @@ def make_parser():
     return parser
 
 
-def read_prompts(path):
-    """A file's prompts as dicts. A line that can't be read becomes {"error": …}, so that it costs only itself."""
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+def read_jobs(args):
+    """What is to be answered: dicts with prompt, prompt_token_ids or messages, and perhaps SamplingParams fields; or {"error": why} for a
+    line that can't be read, so that it costs only itself."""
+    jobs = [{"prompt": p} for p in args.prompt or ()]
+    # Lines end at a newline and nowhere else: JSON may hold U+2028 and its like as they are, which str.splitlines would cut at.
+    for number, line in enumerate(Path(args.prompts).read_bytes().split(b"\n") if args.prompts else (), 1):
         if not line.strip():
             continue
-        if not str(path).endswith(".jsonl"):
-            yield {"prompt": line}
-            continue
         try:
-            job = json.loads(line)
+            text = line.decode("utf-8-sig").rstrip("\r")
+            job = json.loads(text) if args.prompts.endswith(".jsonl") else {"prompt": text}
             if not isinstance(job, dict) or len(job.keys() & {"prompt", "prompt_token_ids", "messages"}) != 1:
-                raise ValueError("exactly one of prompt, prompt_token_ids, messages is needed")
-            yield job
-        except ValueError as error:
-            yield {"error": f"{path}, line {number}: {error}"}
+                raise ValueError("a line is an object with exactly one of prompt, prompt_token_ids, messages")
+        except (ValueError, RecursionError) as error:
+            job = {"error": f"{args.prompts}, line {number}: {error}"}
+        jobs.append(job)
+    return jobs if args.prompt or args.prompts else [{"prompt": q} for q in QUESTIONS]
 
 
-def make_job(job, args, llm):
-    """A prompt of the command line → (what to show as the question, prompt for the engine, SamplingParams). Raises ValueError."""
-    job = dict(job)
+def prepare(job, defaults, use_template):
+    """A job  →  (prompt for the engine, SamplingParams). Raises ValueError for this job alone."""
     if "error" in job:
         raise ValueError(job["error"])
-    messages, ids, text = (job.pop(key, None) for key in ("messages", "prompt_token_ids", "prompt"))
-    fields = {name: getattr(args, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-                                                     "stop", "ignore_eos")}
-    unknown = job.keys() - {f.name for f in dataclasses.fields(SamplingParams)}
-    if unknown:
+    (form,) = job.keys() & {"prompt", "prompt_token_ids", "messages"}
+    fields = {name: value for name, value in job.items() if name != form}
+    if unknown := fields.keys() - {f.name for f in dataclasses.fields(SamplingParams)}:
         raise ValueError(f"unknown field {min(unknown)!r}; besides the prompt, a line holds SamplingParams fields")
-    params = SamplingParams(**{**fields, **job})
-    if messages is None and ids is None and not args.raw and llm.engine.codec.chat_template:
-        messages = [{"role": "user", "content": text}]
-    if messages is not None:
-        return str(messages[-1].get("content", "")), llm.chat_prompt(messages), params
-    return (text, text, params) if ids is None else (f"{len(ids)} token ids", {"prompt_token_ids": ids}, params)
+    params = dataclasses.replace(defaults, **fields)
+    if form == "prompt" and isinstance(job[form], str) and use_template:
+        return {"messages": [{"role": "user", "content": job[form]}]}, params
+    return {form: job[form]}, params
 
 
-def answer_all(llm, jobs, args, files, console):
-    """Run all jobs at once and show the answers as they grow (in a terminal) or as they finish (anywhere else). Returns an exit
-    code: 0, 1 if a prompt was refused, 130 after Ctrl-C. What is finished has been written by then, whatever happens."""
-    questions, prompts, params, done, started = [], [], [], [], time.perf_counter()
-    failed = 0
-    for job in jobs:
-        try:
-            question, prompt, p = make_job(job, args, llm)
-        except (ValueError, AttributeError) as error:
-            failed += 1
-            print(f"error: {error}", file=sys.stderr)
-            continue
-        questions.append(question), prompts.append(prompt), params.append(p)
-    screen = Screen(console, questions)
-    code, written = 0, 0
+def question_of(job):
+    """What stands above the answer: the text, the last message, or whatever there is."""
+    asked = job.get("prompt", job.get("messages", job.get("prompt_token_ids", "?")))
+    if isinstance(asked, list) and asked and isinstance(asked[-1], dict):
+        asked = asked[-1].get("content")
+    return asked if isinstance(asked, str) else f"{asked!s:.60}"
+
+
+def answer_all(llm, jobs, args, defaults, report):
+    """Run all jobs at once. Returns an exit code: 0, 1 if a prompt was refused or failed, 130 after Ctrl-C. What is finished has been
+    shown and written by then, whatever happens."""
+    questions, numbers, prompts, params, started, code = [question_of(job) for job in jobs], [], [], [], time.perf_counter(), 0
     try:
-        with screen:
+        with report:
+            for number, job in enumerate(jobs):
+                try:
+                    prompt, p = prepare(job, defaults, not args.raw and llm.engine.codec.chat_template)
+                    numbers.append(number), prompts.append(prompt), params.append(p)
+                except ValueError as error:
+                    report.update(number, questions[number], _refused(None, 0, None, str(error)))
             for index, output in llm.stream(prompts, params):
-                for record in llm.engine.records[written:]:
-                    written += 1
-                    files.write("records", dataclasses.asdict(record))
-                    if args.steps:
-                        console.print(step_line(record), markup=False, highlight=False, soft_wrap=True)
-                screen.update(index, output)
-                if output.finished:
-                    done.append(output)
-                    failed += output.error is not None
-                    files.write("output", answer_record(index, questions[index], output))
+                report.keep_steps(llm.engine)
+                report.update(numbers[index], questions[numbers[index]], output)
     except KeyboardInterrupt:
         code = 130
-    good = [o for o in done if o.error is None]
-    tokens, elapsed = sum(len(o.outputs[0].token_ids) for o in good), time.perf_counter() - started
-    ttft = sorted(o.metrics.ttft for o in good)
-    figures = f", TTFT mean {sum(ttft) / len(ttft) * 1000:.0f} ms, max {ttft[-1] * 1000:.0f} ms" if ttft else ""
-    console.print(f"{len(good)} of {len(questions)} answers, {tokens} tokens in {elapsed:.2f} s: {tokens / elapsed:.0f} tokens/s{figures}"
-                  + (f"; {failed} refused" if failed else "") + ("; interrupted" if code else ""), highlight=False)
+    report.keep_steps(llm.engine)
+    good, elapsed = [o for o in report.done if o.error is None], time.perf_counter() - started
+    tokens, ttft = sum(len(o.outputs[0].token_ids) for o in good), sorted(o.metrics.ttft for o in good)
+    line = f"{len(good)} of {sum(p.n for p in params) + len(jobs) - len(params)} answers, {tokens} tokens in {elapsed:.2f} s: {tokens / elapsed:.0f} tokens/s"
+    line += f", TTFT mean {sum(ttft) / len(ttft) * 1000:.0f} ms, max {ttft[-1] * 1000:.0f} ms" if ttft else ""
+    failed = len(report.done) - len(good)
+    report.print(line + (f"; {failed} refused or failed" if failed else "") + ("; interrupted" if code else ""))
     return code or (1 if failed else 0)
 
 
 def answer_record(index, question, output):
     answer, m = output.outputs[0], output.metrics
-    return {"index": index, "prompt": question, "text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason,
+    return {"index": index, "answer": answer.index, "prompt": question, "text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason, "error": output.error, "num_prompt_tokens": len(output.prompt_token_ids),
             "num_cached_tokens": output.num_cached_tokens, "ttft": m and m.ttft, "tpot": m and m.tpot, "e2e": m and m.e2e}
 
@@ -551,11 +574,18 @@ def step_line(record):
             f"waiting {record.waiting}  free {record.free_blocks}/{record.total_blocks}  " + "  ".join(parts))
 
 
-class Screen:
-    """In a terminal the answers that are being written, each growing in place, and those done above them; elsewhere plain text."""
+class Report:
+    """Shows and keeps what happens. In a terminal the answers being written grow in place, and those done stand above them; elsewhere
+    each is printed when it is done, as plain text. --output and --records are opened before anything is computed and written a line at a
+    time, so that an interruption loses nothing."""
 
-    def __init__(self, console, questions):
-        self.console, self.questions, self.growing, self.live = console, questions, {}, None
+    def __init__(self, args):
+        from rich.console import Console
+        self.console, self.live, self.growing, self.done = Console(soft_wrap=True), None, {}, []
+        # A lone surrogate, which UTF-8 can't hold, becomes \\udxxx: within a JSON string that is its proper escape.
+        self.output, self.records = (open(path, "w", encoding="utf-8", errors="backslashreplace") if path else None
+                                     for path in (args.output, args.records))
+        self.steps, self.num_steps = args.steps, 0
 
     def __enter__(self):
         if self.console.is_terminal:
@@ -568,74 +598,84 @@ class Screen:
         if self.live:
             self.live.stop()
 
-    def update(self, index, output):
+    def print(self, *parts):
+        """Text as it is, whatever a model or a user put in it; parts are strings or (string, style)."""
         from rich.text import Text
-        answer = output.outputs[0]
-        self.growing[index, answer.index] = answer.text
+        self.console.print(Text.assemble(*parts))
+
+    def keep_steps(self, engine):
+        for record in engine.records[self.num_steps:]:
+            self.num_steps += 1
+            _write_line(self.records, dataclasses.asdict(record))
+            if self.steps:
+                self.print(step_line(record))
+
+    def update(self, number, question, output):
+        """An answer to job `number` has grown, or ended."""
+        answer, key = output.outputs[0], (number, output.outputs[0].index)
+        self.growing[key] = (f"[{number + 1}] {question} ", "bold"), answer.text[-300:] + "\n"
         if output.finished:
-            del self.growing[index, answer.index]
+            del self.growing[key]
+            self.done.append(output)
+            _write_line(self.output, answer_record(number, question, output))
             end = output.error or f"{len(answer.token_ids)} tokens, {answer.finish_reason}"
-            self.console.print(Text.assemble((f"[{index + 1}] {self.questions[index]}", "bold"), f"\n{answer.text}\n", (f"({end})\n", "dim")))
-        if self.live:
-            rows = self.console.height // 3                          # the newest lines of as many answers as there is room for
-            some = list(self.growing.items())[:max(rows // 2, 1)]
-            self.live.update(Text("\n").join(Text.assemble((f"[{i + 1}] {self.questions[i]} ", "bold"), text[-300:]) for (i, _), text in some))
+            self.print((f"[{number + 1}] {question}", "bold"), f"\n{answer.text}\n", (f"({end})\n", "dim"))
+        if self.live:                                # as many answers as there is room for: two lines each, a third of the screen
+            from rich.text import Text
+            some = list(self.growing.values())[:max(self.console.height // 6, 1)]
+            self.live.update(Text.assemble(*(part for parts in some for part in parts)))
 
 
-class Files:
-    """--output and --records, opened before anything is computed, written a line at a time so that an interruption loses nothing."""
-
-    def __init__(self, **paths):
-        self.files = {kind: open(path, "w", encoding="utf-8") for kind, path in paths.items() if path}
-
-    def write(self, kind, record):
-        if kind in self.files:
-            self.files[kind].write(json.dumps(record, ensure_ascii=False) + "\n")
-            self.files[kind].flush()
+def _write_line(file, record):
+    if file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        file.flush()
 
 
-def chat_loop(llm, args, console):
+def chat_loop(llm, defaults, report):
     """A conversation. The whole of it is sent each time; with the prefix cache only the new turn is computed."""
-    console.print("Talk with the model; /new starts over, an empty line or Ctrl-D ends.", highlight=False)
-    messages = []
+    report.print("Talk with the model; /new starts over, an empty line or Ctrl-D ends.")
+    messages, number = [], 0
     while True:
         try:
-            text = input("you> ")
+            text = input("you> ").strip()
         except EOFError:
             text = ""
-        if not text.strip():
+        if not text:
             return 0
-        if text.strip() == "/new":
+        if text == "/new":
             messages = []
             continue
         messages.append({"role": "user", "content": text})
+        reply = None
         try:
-            _, prompt, params = make_job({"messages": messages}, args, llm)
-            reply = None
-            for _, reply in llm.stream([prompt], [params]):
+            for _, reply in llm.stream([{"messages": messages}], defaults):
                 print(reply.outputs[0].delta, end="", flush=True)
             print(f"error: {reply.error}" if reply.error else "")
-            messages.append({"role": "assistant", "content": reply.outputs[0].text})
         except KeyboardInterrupt:                    # this answer only
             print(" (interrupted)")
-            messages.pop()
+        report.keep_steps(llm.engine)
+        if reply is None or not reply.finished or reply.error:
+            messages.pop()                           # as if the question had not been asked
+            continue
+        _write_line(report.output, answer_record(number, text, reply))
+        messages.append({"role": "assistant", "content": reply.outputs[0].text})
+        number += 1
 
 
 def main(argv=None):
-    from rich.console import Console
     args = make_parser().parse_args(argv)
-    console = Console(soft_wrap=True)
-    options = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)}
+    if hasattr(sys.stdout, "reconfigure"):           # a terminal that can't show a character gets a "?" instead of an exception
+        sys.stdout.reconfigure(errors="replace")
     try:
         if args.shards:
             print(format_shard_report(LlamaConfig.from_folder(find_checkpoint(args.model)), args.tensor_parallel_size))
             return 0
-        jobs = [{"prompt": p} for p in args.prompt or ()] + (list(read_prompts(args.prompts)) if args.prompts else [])
-        files = Files(output=args.output, records=args.records)
-        with LLM(**options) as llm:
-            if args.chat:
-                return chat_loop(llm, args, console)
-            return answer_all(llm, jobs or [{"prompt": q} for q in QUESTIONS], args, files, console)
+        # What is wrong with the options, the prompts' file or a path is said before a model is loaded.
+        defaults = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})
+        jobs, report = read_jobs(args), Report(args)
+        with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)}) as llm:
+            return chat_loop(llm, defaults, report) if args.chat else answer_all(llm, jobs, args, defaults, report)
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError, WorkerError) as error:

@@ -1,0 +1,651 @@
+"""The engine's front door: LLM, streaming, chat, bad input, and the command line in pipes, terminals and under Ctrl-C."""
+import errno
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+import toys
+from conftest import ROOT
+
+from nano_serve import EMBEDDED_MODEL, LLM, RequestRefused, SamplingParams, main
+
+ALPHABET = toys.chain(list(b"abcdefghijklmnopqrstuvwxyz"))
+GREEDY = dict(temperature=0.0)
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{% if m.role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}" \
+           "{{ m.content }}{% endfor %}{% if add_generation_prompt %}{{ '' }}{% endif %}"
+HARMLESS = dict(num_kv_blocks=200, block_size=4, check_invariants=True)
+
+
+def ask(llm, prompts, **params):
+    return llm.generate(prompts, SamplingParams(**{**GREEDY, **params}))
+
+
+def texts(outputs):
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """Says the rest of the alphabet after a letter, ends after z, has a chat template, and takes 64 tokens."""
+    folder = toys.table_checkpoint({**ALPHABET, ord("z"): toys.EOS}, eos=toys.EOS, chat_template=TEMPLATE, max_position_embeddings=64)
+    with LLM(str(folder), **HARMLESS) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request):
+    yield
+    if "llm" in request.fixturenames:
+        toys.check_drained(request.getfixturevalue("llm").engine)
+
+
+# -- LLM.generate --------------------------------------------------------------------------------------------------------
+
+def test_a_script_written_for_vllm_runs():
+    """The offline example of vLLM's documentation but for the import and the model."""
+    prompts = ["Hello, my name is", "The capital of France is"]
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+    llm = LLM(model=EMBEDDED_MODEL, max_model_len=256, enable_prefix_caching=True, tensor_parallel_size=1, seed=1)
+    outputs = llm.generate(prompts, sampling_params, use_tqdm=True)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.prompt == prompt and output.finished
+        answer = output.outputs[0]
+        assert answer.text and answer.finish_reason in ("length", "stop") and 0 < len(answer.token_ids) <= 16
+        assert answer.text == llm.engine.codec.decode(answer.token_ids) and output.prompt_token_ids == llm.engine.codec.encode(prompt)
+    answer = llm.chat([{"role": "user", "content": "What is TTFT?"}], SamplingParams(temperature=0.0, max_tokens=30))
+    assert "first token" in answer[0].outputs[0].text
+    llm.close()
+
+
+@pytest.mark.parametrize("prompt", ["a", [97], (97,), {"prompt": "a"}, {"prompt_token_ids": [97]}, {"prompt_token_ids": (97,)},
+                                    {"messages": [{"role": "user", "content": "a"}]}], ids=str)
+def test_a_prompt_in_each_of_its_forms(llm, prompt):
+    for prompts in (prompt, [prompt], (prompt,), [prompt] * 3):
+        outputs = ask(llm, prompts, max_tokens=4)
+        assert texts(outputs) == ["bcde"] * (3 if len(prompts) == 3 and isinstance(prompts, list) else 1)
+        ids = outputs[0].prompt_token_ids
+        assert ids in ([97], [toys.BOS, 97]) and outputs[0].prompt == ("a" if len(ids) == 2 and "messages" not in prompt else
+                                                                       "<|bos|>a" if len(ids) == 2 else None)
+
+
+def test_parameters_one_for_all_or_one_each(llm):
+    assert [len(t) for t in texts(llm.generate(["a"] * 3, [SamplingParams(max_tokens=n, **GREEDY) for n in (1, 2, 3)]))] == [1, 2, 3]
+    assert texts(llm.generate("a", [SamplingParams(max_tokens=2, **GREEDY)])) == ["bc"]
+    assert len(llm.generate([[97]])[0].outputs[0].token_ids) == 16, "without any: vLLM's defaults"
+    assert llm.generate([]) == [] and llm.generate([], []) == []
+    for n in (0, 1, 3):
+        with pytest.raises(ValueError, match=f"2 prompts, but {n}"):
+            llm.generate(["a", "b"], [SamplingParams()] * n)
+
+
+def test_several_answers_to_one_prompt(llm):
+    (one,) = llm.generate("\0", SamplingParams(n=3, seed=5, max_tokens=6))
+    assert [answer.index for answer in one.outputs] == [0, 1, 2] and one.finished
+    alone = [llm.generate("\0", SamplingParams(seed=5 + j, max_tokens=6))[0].outputs[0].token_ids for j in range(3)]
+    assert [answer.token_ids for answer in one.outputs] == alone and alone[0] != alone[1] != alone[2]
+    (unseeded,) = llm.generate("\0", SamplingParams(n=2, max_tokens=6))
+    assert unseeded.outputs[0].token_ids != unseeded.outputs[1].token_ids
+    several = llm.generate(["a", "f"], SamplingParams(n=2, max_tokens=3, **GREEDY))
+    assert [[a.text for a in output.outputs] for output in several] == [["bcd"] * 2, ["ghi"] * 2]
+    (edge,) = llm.generate("\0", SamplingParams(n=2, seed=2 ** 63 - 1, max_tokens=3))
+    assert len(edge.outputs) == 2 and all(a.finish_reason == "length" for a in edge.outputs)
+
+
+def test_more_prompts_than_the_waiting_queue_takes():
+    """generate() hands them over as there is room; the engine itself refuses."""
+    folder = toys.table_checkpoint(ALPHABET)
+    with LLM(str(folder), max_num_seqs=2, max_num_waiting=2, **HARMLESS) as llm:
+        with pytest.warns(UserWarning, match="empty"):
+            outputs = llm.generate([[97 + i] for i in range(10)] + [[]], SamplingParams(max_tokens=3, n=2, **GREEDY))
+        assert texts(outputs[:10]) == ["".join(chr(98 + i + j) for j in range(3)) for i in range(10)] and outputs[10].error
+        assert max(record.waiting for record in llm.engine.records) <= 2
+        for i in range(2):
+            llm.engine.add_request(f"x{i}", [97])
+        with pytest.raises(RequestRefused, match="--max-num-waiting"):
+            llm.engine.add_request("x2", [97])
+        assert texts(ask(llm, ["a"], max_tokens=2)) == ["bc"], "generate waits for room that others take"
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+        toys.check_drained(llm.engine)
+
+
+def test_two_engines_in_one_process_do_not_meet(llm):
+    with LLM(str(toys.table_checkpoint({97: 120, 120: 121, 121: 122})), **HARMLESS) as other:
+        first, second = llm.stream(["a"], SamplingParams(max_tokens=5, **GREEDY)), other.stream(["a"], SamplingParams(max_tokens=3, **GREEDY))
+        taken = [next(first), next(second), next(first), next(second), *first, *second]
+    assert [o.outputs[0].text for _, o in taken if o.finished] == ["bcdef", "xyz"]
+
+
+# -- LLM.stream ----------------------------------------------------------------------------------------------------------
+
+def collect(llm, prompts, params):
+    """What a stream shows: per (prompt, answer) the joined deltas and the last output."""
+    joined, last = {}, {}
+    for index, output in llm.stream(prompts, params):
+        (answer,), key = output.outputs, (index, output.outputs[0].index)
+        assert key not in last or not last[key].finished, "something came after the end"
+        joined[key] = joined.get(key, "") + answer.delta
+        assert joined[key] == answer.text and (answer.finish_reason is not None) == output.finished
+        last[key] = output
+    return joined, last
+
+
+def test_a_stream_tells_what_generate_tells():
+    """On the embedded model, chunks, preemptions and all: deltas joined are the text, and the text is the decode of the ids."""
+    prompts = ["Tell me a story about an owl.", "What is a KV cache?", "ďábel 世界 👩‍👩‍👧", "Once upon a time"]
+    params = [SamplingParams(temperature=1.5, seed=i, max_tokens=60, ignore_eos=True, stop=["the e"], n=1 + i % 2) for i in range(4)]
+    with LLM(max_num_batched_tokens=24, max_num_seqs=8, block_size=4, num_kv_blocks=60, check_invariants=True) as llm:
+        joined, last = collect(llm, prompts, params)
+        assert any(record.preempted for record in llm.engine.records)
+        toys.check_drained(llm.engine)
+    with LLM() as llm:
+        for i, output in enumerate(llm.generate(prompts, params)):
+            for answer in output.outputs:
+                streamed = last[i, answer.index].outputs[0]
+                assert (answer.text, answer.token_ids, answer.finish_reason) == (streamed.text, streamed.token_ids, streamed.finish_reason)
+                assert joined[i, answer.index] == llm.engine.codec.decode(answer.token_ids).split("the e")[0]
+
+
+def test_a_stream_of_one_prompt_is_one_stream(llm):
+    assert collect(llm, "wx", SamplingParams(**GREEDY))[0] == {(0, 0): "yz"}
+    assert collect(llm, [119, 120], SamplingParams(**GREEDY))[0] == {(0, 0): "yz"}
+
+
+def test_leaving_a_stream_early_aborts_what_is_unfinished(llm):
+    for count, _ in enumerate(llm.stream(["a", "b", "c"], SamplingParams(max_tokens=20, **GREEDY))):
+        if count == 4:
+            break
+    toys.check_drained(llm.engine)
+    assert not llm.engine.has_unfinished_requests() and not llm.engine._live
+    stream = llm.stream(["a"], SamplingParams(max_tokens=20, **GREEDY))
+    next(stream)
+    stream.close()
+    llm.stream(["never started"]).close()
+    assert texts(ask(llm, "a", max_tokens=3)) == ["bcd"]
+
+
+def test_abort_in_mid_stream_and_ids_again(llm):
+    engine = llm.engine
+    engine.add_request("x", [97], SamplingParams(max_tokens=20, **GREEDY))
+    engine.add_request("y", [98], SamplingParams(max_tokens=2, **GREEDY))
+    with pytest.raises(RequestRefused, match="already in use"):
+        engine.add_request("x", [97])
+    engine.step()
+    engine.abort_request("x")
+    engine.abort_request("x")
+    engine.abort_request("unknown")
+    (output,) = engine.step()
+    assert output.request_id == "y" and output.outputs[0].text == "cd"
+    engine.add_request("x", [97], SamplingParams(max_tokens=1, **GREEDY))
+    assert engine.step()[0].outputs[0].text == "b"
+
+
+# -- How an answer ends --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("params, text, ids, finish_reason, stop_reason", [
+    (dict(max_tokens=3), "wxy", "wxy", "length", None), (dict(max_tokens=5), "wxyz", "wxyz\0", "stop", None),
+    (dict(max_tokens=None), "wxyz", "wxyz\0", "stop", None), (dict(ignore_eos=True, max_tokens=5), "wxyz", "wxyz\0", "length", None),
+    (dict(ignore_eos=True, max_tokens=5, skip_special_tokens=False), "wxyz<|eos|>", "wxyz\0", "length", None),
+    (dict(stop="y"), "wx", "wxy", "stop", "y"), (dict(stop=["yz", "xy"]), "w", "wxy", "stop", "xy"),
+    (dict(stop="xy", include_stop_str_in_output=True), "wxy", "wxy", "stop", "xy"),
+    (dict(stop=["zz", "z!"]), "wxyz", "wxyz\0", "stop", None), (dict(stop="z!", max_tokens=4), "wxyz", "wxyz", "length", None),
+    (dict(stop="xy", max_tokens=3), "w", "wxy", "stop", "xy"), (dict(stop="w", min_tokens=2), "wxyz", "wxyz\0", "stop", None),
+    (dict(stop_token_ids=[121]), "wx", "wxy", "stop", 121), (dict(stop_token_ids=[121], max_tokens=3), "wx", "wxy", "stop", 121),
+    (dict(stop_token_ids=[121], stop="x"), "w", "wx", "stop", "x"), (dict(stop="vw"), "wxyz", "wxyz\0", "stop", None),
+    (dict(stop="<|eos|>", ignore_eos=True, skip_special_tokens=False, max_tokens=9), "wxyz", "wxyz\0", "stop", "<|eos|>"),
+], ids=str)
+def test_how_an_answer_ends(llm, params, text, ids, finish_reason, stop_reason):
+    """The answer to "v" is w x y z and the EOS token, in a stream as in one piece, for each of two answers."""
+    params = SamplingParams(**GREEDY, n=2, **params)
+    ids = [toys.EOS if c == "\0" else ord(c) for c in ids]
+    (output,) = llm.generate("v", params)
+    for answer in output.outputs:
+        assert (answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason) == (text, ids, finish_reason, stop_reason)
+    joined, last = collect(llm, ["v"], params)
+    assert set(joined.values()) == {text} and len(joined) == 2
+    assert {o.outputs[0].finish_reason for o in last.values()} == {finish_reason}
+    assert sorted(llm.engine.records[-1].finished) == sorted(o.request_id for o in last.values())
+
+
+@pytest.mark.parametrize("length, n, finish_reason", [(13, 3, "length"), (14, 2, "length"), (15, 1, "length"), (16, 0, "error"), (17, 0, "error")])
+def test_the_length_limit(length, n, finish_reason):
+    with LLM(str(toys.table_checkpoint(ALPHABET)), max_model_len=16, **HARMLESS) as llm, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        long, short = llm.generate([[98] * (length - 1) + [97], [97]], SamplingParams(max_tokens=10, **GREEDY))
+        assert (len(long.outputs[0].token_ids), long.outputs[0].finish_reason) == (n, finish_reason)
+        assert short.outputs[0].text == "bcdefghijk"
+        assert long.error is None or ("--max-model-len" in long.error and "16" in long.error and str(length) in long.error)
+        (endless,) = llm.generate([[97]], SamplingParams(max_tokens=None, **GREEDY))
+        assert len(endless.outputs[0].token_ids) == 15 and endless.outputs[0].finish_reason == "length"
+
+
+def test_the_pool_is_a_limit_too():
+    """Seven blocks of four slots: a prompt of 28 can't grow by one token; one of 27 grows by one and ends."""
+    with LLM(str(toys.table_checkpoint(ALPHABET)), max_model_len=64, num_kv_blocks=8, block_size=4, check_invariants=True) as llm:
+        with pytest.warns(UserWarning, match="--num-kv-blocks"):
+            outputs = llm.generate([[97] * 28, [97] * 40, [97] * 27, [97]], SamplingParams(max_tokens=40, **GREEDY))
+        assert [o.outputs[0].finish_reason for o in outputs] == ["error", "error", "length", "length"]
+        assert [len(o.outputs[0].token_ids) for o in outputs] == [0, 0, 1, 27]
+        toys.check_drained(llm.engine)
+
+
+@pytest.mark.parametrize("max_tokens, text", [(1, "\ufffd"), (2, "\ufffd"), (3, "\ufffd"), (4, "👩"), (5, "👩\ufffd"), (None, "👩世!")])
+def test_a_limit_in_the_middle_of_a_character(max_tokens, text):
+    """The tokens of a character are chained by way of one-byte tokens: whatever the limit leaves of it is one U+FFFD at the end."""
+    data = "👩世!".encode()
+    folder = toys.table_checkpoint({**toys.chain([97, *data]), ord("!"): toys.EOS}, eos=toys.EOS)
+    with LLM(str(folder), **HARMLESS) as llm:
+        params = SamplingParams(max_tokens=max_tokens, **GREEDY)
+        (output,) = llm.generate("a", params)
+        joined, last = collect(llm, ["a"], params)
+        assert output.outputs[0].text == joined[0, 0] == text and json.loads(json.dumps(joined[0, 0])) == text
+        assert output.outputs[0].finish_reason == last[0, 0].outputs[0].finish_reason == ("length" if max_tokens else "stop")
+
+
+def test_times_on_the_engines_clock():
+    ticks = iter(range(1000))
+    engine = toys.make_engine(toys.table_checkpoint(ALPHABET), clock=lambda: float(next(ticks)), max_num_batched_tokens=4, max_num_seqs=2)
+    outputs = toys.run(engine, [([97] * 6, SamplingParams(max_tokens=3, **GREEDY)), ([98], SamplingParams(max_tokens=1, **GREEDY))])
+    m = outputs[0].metrics
+    starts = [record.time for record in engine.records]
+    assert m.arrival_time == 0.0 and m.first_scheduled_time == starts[0] and len(m.token_times) == 3
+    assert starts[1] < m.first_token_time < starts[2], "six tokens at four a step: the first token comes from the second"
+    assert m.ttft == m.token_times[0] and m.queue_time == starts[0] and m.e2e == m.finish_time == m.token_times[-1]
+    assert m.itls == [b - a for a, b in zip(m.token_times, m.token_times[1:])] and len(m.itls) == 2
+    assert m.tpot == sum(m.itls) / 2
+    single = outputs[1].metrics
+    assert single.tpot is None and single.itls == [] and single.ttft is not None
+
+
+# -- Chat ------------------------------------------------------------------------------------------------------------------
+
+def test_chat_takes_one_conversation_or_several(llm):
+    talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}, {"role": "user", "content": "e"}]
+    params = SamplingParams(max_tokens=3, **GREEDY)
+    (output,) = llm.chat(talk, params)
+    assert output.prompt_token_ids == [toys.BOS, *b"abcde"] and output.outputs[0].text == "fgh" and output.prompt == "<|bos|>abcde"
+    assert output.prompt_token_ids == llm.chat_prompt(talk)["prompt_token_ids"]
+    assert texts(llm.chat([talk, talk[:1]], params)) == ["fgh", "cde"]
+    with pytest.warns(UserWarning, match="no judges"):
+        outputs = llm.chat([talk, [{"role": "judge", "content": "x"}], talk[:1]], params)
+    assert texts(outputs) == ["fgh", "", "cde"] and outputs[1].outputs[0].finish_reason == "error" and "no judges" in outputs[1].error
+
+
+def test_a_model_without_a_template_refuses_chats_and_nothing_else():
+    with LLM(str(toys.table_checkpoint(ALPHABET)), **HARMLESS) as llm:
+        with pytest.warns(UserWarning, match="no chat template"):
+            (output,) = llm.chat([{"role": "user", "content": "a"}])
+        assert output.outputs[0].finish_reason == "error" and texts(ask(llm, "a", max_tokens=2)) == ["bc"]
+
+
+def test_the_embedded_models_chat_has_one_bos():
+    with LLM() as llm:
+        (output,) = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=8, **GREEDY))
+        bos = llm.engine.codec.tokenizer.token_to_id("<|begin_of_text|>")
+        assert output.prompt_token_ids.count(bos) == 1 and output.prompt_token_ids[0] == bos
+        assert ask(llm, "hi", max_tokens=1)[0].prompt_token_ids.count(bos) == 1
+
+
+# -- Bad input -------------------------------------------------------------------------------------------------------------
+
+BAD_PROMPTS = {
+    "empty list": ([[]], "empty"), "-1": ([[-1]], "-1"), "V": ([[97, 259]], "259.*0 to 258"), "2**63": ([[2 ** 63]], "9223372036854775808"),
+    "True": ([[97, True]], "True"), "text for id": ([["a"]], "'a'"), "1.0": ([[97, 1.0]], "1.0"), "None for id": ([[None]], "None"),
+    "None": ([None], "a prompt is"), "number": ([5], "a prompt is"), "bytes": ([b"a"], "a prompt is"), "no form": ([{}], "a prompt is"),
+    "other key": ([{"text": "a"}], "a prompt is"), "two forms": ([{"prompt": "a", "prompt_token_ids": [97]}], "a prompt is"),
+    "text for ids": ([{"prompt_token_ids": "a"}], "a prompt is"), "number for ids": ([{"prompt_token_ids": 97}], "a prompt is"),
+    "ids for text": ([{"prompt": [97]}], "a prompt is"), "surrogate": (["\ud83d"], "tokenized"), "no messages": ([{"messages": []}], "messages"),
+    "at the limit": ([[97] * 64], "64.*--max-model-len"), "beyond": ([[97] * 100_000], "100000.*--max-model-len"),
+    "bool first": ([[True, 97]], "True"), "nested": ([[[97]]], "97"),
+}
+
+
+@pytest.mark.parametrize("bad, message", BAD_PROMPTS.values(), ids=BAD_PROMPTS)
+def test_a_prompt_that_cannot_run_costs_only_itself(llm, bad, message):
+    with pytest.warns(UserWarning, match=message):
+        outputs = llm.generate(["a", *bad, [121]], SamplingParams(max_tokens=3, **GREEDY))
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "stop"]
+    assert texts(outputs) == ["bcd", "", "z"] and outputs[1].finished and outputs[1].outputs[0].token_ids == []
+    assert re.search(message, outputs[1].error) and outputs[1].metrics is None and outputs[1].num_cached_tokens == 0
+    with pytest.raises(RequestRefused, match=message):
+        llm.engine.add_request("bad", bad[0], SamplingParams())
+    assert not llm.engine._live
+
+
+@pytest.mark.parametrize("params, message", [(dict(stop_token_ids=[259]), "stop_token_ids.*259"), (dict(stop_token_ids=[2 ** 63]), "stop_token_ids"),
+                                             (dict(logprobs=260), "logprobs.*260.*259")], ids=str)
+def test_parameters_that_do_not_fit_the_model_cost_only_their_request(llm, params, message):
+    with pytest.warns(UserWarning, match=message):
+        outputs = llm.generate(["a", "a"], [SamplingParams(max_tokens=2, **GREEDY), SamplingParams(**params)])
+    assert texts(outputs) == ["bc", ""] and outputs[1].outputs[0].finish_reason == "error"
+    assert ask(llm, "a", stop_token_ids=[258], logprobs=259, max_tokens=1)[0].error is None
+
+
+@pytest.mark.parametrize("name, values", [
+    ("temperature", (-0.1, float("nan"), float("inf"), "1", None, True)), ("top_p", (0.0, -0.5, 1.1, float("nan"))),
+    ("top_k", (-2, 1.5, float("nan"), "3", True)), ("min_p", (-0.1, 1.1, float("nan"))), ("max_tokens", (0, -1, 1.5, "5", float("nan"), True)),
+    ("min_tokens", (-1, 1.5, None)), ("repetition_penalty", (0.0, -1.0, float("nan"), float("inf"))), ("presence_penalty", (-2.1, 2.1, float("nan"))),
+    ("frequency_penalty", (-2.1, 2.1, float("nan"))), ("n", (0, -1, 1.5, None)), ("logprobs", (-1, 1.5, True)), ("seed", (1.5, "x", 2 ** 63)),
+    ("stop", ("", ["x", ""], 5, [5])), ("stop_token_ids", ([-1], [1.5], ["a"], 5, [True]))])
+def test_sampling_values_are_refused_by_name(name, values):
+    for value in values:
+        if (name, value) == ("stop", ""):
+            continue
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: value})
+
+
+def test_an_empty_stop_string_is_refused():
+    """It would be found everywhere, and end each answer before its first character."""
+    for stop in ("", [""], ["x", ""]):
+        with pytest.raises(ValueError, match="stop"):
+            SamplingParams(stop=stop)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(dtype="int8"), "--dtype"), (dict(device="xyz"), "--device"), (dict(block_size=0), "--block-size"), (dict(num_kv_blocks=0), "--num-kv-blocks"),
+    (dict(num_kv_blocks=1), "--num-kv-blocks"), (dict(kv_cache_memory=10), "--num-kv-blocks"), (dict(kv_cache_memory=-1), "--kv-cache-memory"),
+    (dict(max_model_len=0), "--max-model-len"), (dict(max_model_len=5000), "5000.*4096"), (dict(max_num_seqs=0), "--max-num-seqs"),
+    (dict(max_num_batched_tokens=0), "--max-num-batched-tokens"), (dict(max_num_seqs=8, max_num_batched_tokens=4), "--max-num-seqs"),
+    (dict(max_num_waiting=0), "--max-num-waiting"), (dict(scheduling_policy="lifo"), "--scheduling-policy"), (dict(attention_backend="x"), "--attention-backend"),
+    (dict(tensor_parallel_size=3), "possible: 1, 2, 4, 8"), (dict(tensor_parallel_size=0), "--tensor-parallel-size"),
+    (dict(gpu_memory_utilization=7.0), "--gpu-memory-utilization"), (dict(enable_chunked_prefill=False), "--no-enable-chunked-prefill"),
+    (dict(model=str(ROOT / "README.md")), "README.md is no folder"), (dict(model=str(ROOT / "tests")), "no config.json"), (dict(model="./nothing"), "nothing"),
+], ids=str)
+def test_options_that_cannot_work_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(**options)
+
+
+# -- The command line --------------------------------------------------------------------------------------------------------
+
+def cli(capsys, *args):
+    """main() in this process, its stdout no terminal: (exit code, stdout, stderr)."""
+    code = main(list(map(str, args)))
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out, "escape codes where no terminal is"
+    return code, out, err
+
+
+@pytest.fixture(scope="module")
+def alphabet():
+    return toys.table_checkpoint({**ALPHABET, ord("z"): toys.EOS}, eos=toys.EOS, max_position_embeddings=64)
+
+
+def cheap(folder):
+    return "--model", folder, "--num-kv-blocks", 200, "--block-size", 4
+
+
+def test_without_arguments_it_answers_a_few_questions(capsys):
+    code, out, err = cli(capsys, "--max-tokens", 40)
+    assert code == 0 and err == ""
+    for n in range(1, 6):
+        assert f"[{n}] " in out
+    assert re.search(r"5 of 5 answers, \d+ tokens in [\d.]+ s: \d+ tokens/s, TTFT mean \d+ ms, max \d+ ms\n$", out)
+
+
+def test_prompts_steps_records_and_output(capsys, alphabet, tmp_path):
+    code, out, err = cli(capsys, *cheap(alphabet), "--prompt", "a", "--prompt", "[bold]x", "--max-tokens", 3, "--steps",
+                         "--records", tmp_path / "r.jsonl", "--output", tmp_path / "o.jsonl")
+    assert code == 0 and err == "" and "[1] a\nbcd\n(3 tokens, length)\n" in out and "[2] [bold]x\nyz\n(3 tokens, stop)\n" in out
+    answers = [json.loads(line) for line in open(tmp_path / "o.jsonl", encoding="utf-8")]
+    assert [(a["index"], a["prompt"], a["text"], a["token_ids"], a["finish_reason"]) for a in sorted(answers, key=lambda a: a["index"])] == [
+        (0, "a", "bcd", list(b"bcd"), "length"), (1, "[bold]x", "yz", [*b"yz", toys.EOS], "stop")]
+    assert all(a["ttft"] > 0 and a["e2e"] >= a["ttft"] and a["num_prompt_tokens"] == 1 + len(a["prompt"]) for a in answers)
+    records = [json.loads(line) for line in open(tmp_path / "r.jsonl", encoding="utf-8")]
+    assert [r["step"] for r in records] == [0, 1, 2] and sum(r["used"] for r in records) == 2 + 8 + 4
+    lines = [line for line in out.splitlines() if line.startswith("step ")]
+    assert len(lines) == 3 and re.fullmatch(r"step 0  [\d.]+ ms  budget 10/2048  running 2 waiting 0  free 196/199  0 0\+2→98  1 0\+8→121", lines[0])
+    assert out.index(lines[2]) < out.index("[1] a"), "a step stands before the answers that it ended"
+
+
+BAD_LINES = ['{"prompt": "a"}', "broken", "[1]", '{"prompt": "a", "prompt_token_ids": [97]}', "{}", '{"prompt": null}', '{"prompt": 5}',
+             '{"messages": []}', '{"messages": 5}', '{"messages": [5]}', '{"prompt_token_ids": 5}', '{"prompt_token_ids": []}',
+             '{"prompt_token_ids": [97, 99999]}', '{"prompt": "\\ud83d"}', '{"prompt": "a", "temperature": NaN}', '{"prompt": "a", "top_k": -5}',
+             '{"prompt": "a", "max_tokens": "5"}', '{"prompt": "a", "colour": 1}', '{"prompt": "a", "stop": ""}', '{"prompt": "' + "a" * 99 + '"}',
+             "[" * 100_000, '{"prompt": "w", "max_tokens": 9, "stop": ["z"]}', '{"prompt_token_ids": [121]}', '{"prompt": "a\u2028b", "n": 2}']
+
+
+def test_a_broken_line_costs_only_itself(capsys, alphabet, tmp_path):
+    """Good are the first and the last three. One of those holds U+2028, at which str.splitlines would cut it in two."""
+    data = "\n\n".join(BAD_LINES).encode() + b"\n\xff\n"
+    (tmp_path / "p.jsonl").write_bytes(b"\xef\xbb\xbf" + data.replace(b"\n\n[1]", b"\r\n\n[1]"))
+    code, out, err = cli(capsys, *cheap(alphabet), "--prompts", tmp_path / "p.jsonl", "--max-tokens", 2, "--output", tmp_path / "o.jsonl")
+    assert code == 1 and err == "" and "5 of 26 answers" in out and "21 refused or failed" in out
+    answers = [json.loads(line) for line in open(tmp_path / "o.jsonl", encoding="utf-8")]
+    good = sorted((a["index"], a["answer"], a["text"]) for a in answers if not a["error"])
+    assert good == [(0, 0, "bc"), (21, 0, "xy"), (22, 0, "z"), (23, 0, "cd"), (23, 1, "cd")]
+    bad = {a["index"]: a["error"] for a in answers if a["error"]}
+    assert sorted(bad) == [*range(1, 21), 24] and all(a["finish_reason"] == "error" for a in answers if a["error"])
+    assert "line 3" in bad[1] and "exactly one of" in bad[3] and "temperature" in bad[14] and "'colour'" in bad[17] and "99999" in bad[12]
+
+
+def test_a_plain_file_of_prompts_one_a_line(capsys, alphabet, tmp_path):
+    (tmp_path / "p.txt").write_bytes('a\r\n\nx\n{"prompt": "b"}\n'.encode())
+    code, out, _ = cli(capsys, *cheap(alphabet), "--prompts", tmp_path / "p.txt", "--prompt", "c", "--max-tokens", 1)
+    assert code == 0 and "4 of 4 answers" in out and "[1] c\nd\n" in out and "[2] a\nb\n" in out and "[3] x\ny\n" in out
+    (tmp_path / "none.txt").write_bytes(b"\n \n")
+    code, out, _ = cli(capsys, *cheap(alphabet), "--prompts", tmp_path / "none.txt")
+    assert code == 0 and "0 of 0 answers" in out, "no question asked, none answered"
+
+
+def test_sampling_options_reach_the_answers(capsys, alphabet):
+    code, out, _ = cli(capsys, *cheap(alphabet), "--prompt", "a", "--stop", "e", "--stop", "q")
+    assert code == 0 and "[1] a\nbcd\n(4 tokens, stop)" in out
+    code, out, _ = cli(capsys, *cheap(alphabet), "--prompt", "x", "--ignore-eos", "--max-tokens", 3, "--temperature", 1, "--top-k", 1)
+    assert code == 0 and "[1] x\nyz\n(3 tokens, length)" in out
+    code, out, _ = cli(capsys, "--raw", "--prompt", "Once upon a time", "--max-tokens", 5)
+    assert code == 0 and "[1] Once upon a time\n" in out
+
+
+@pytest.mark.parametrize("args, message", [
+    (["--temperature", "-1"], "temperature"), (["--temperature", "nan"], "temperature"), (["--top-p", "0"], "top_p"), (["--stop", ""], "stop"),
+    (["--max-tokens", "0"], "max_tokens"), (["--prompts", "/no/such/file"], "/no/such/file"), (["--output", "/no/such/folder/o"], "/no/such/folder/o"),
+    (["--records", "."], "directory"), (["--model", "./nothing"], "nothing"), (["--block-size", "-3"], "--block-size")], ids=str)
+def test_a_wrong_option_is_said_in_one_line(capsys, monkeypatch, args, message):
+    """Before any weight is read."""
+    monkeypatch.setattr("nano_serve.make_executor", lambda *args: pytest.fail("the model was loaded"))
+    code, out, err = cli(capsys, *args)
+    assert code == 2 and out == "" and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_an_unknown_option_and_a_value_of_the_wrong_kind(capsys):
+    for args in (["--no-such-option"], ["--max-tokens", "many"]):
+        with pytest.raises(SystemExit) as exit:
+            main(args)
+        assert exit.value.code == 2 and args[0] in capsys.readouterr().err
+
+
+def feed_input(monkeypatch, *lines):
+    lines = iter(lines)
+
+    def read(prompt=""):
+        line = next(lines, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line
+    monkeypatch.setattr("builtins.input", read)
+
+
+@pytest.fixture(scope="module")
+def parrot():
+    return toys.table_checkpoint({**ALPHABET, ord("z"): toys.EOS}, eos=toys.EOS, chat_template=TEMPLATE, max_position_embeddings=64)
+
+
+def test_a_conversation_grows_and_starts_over(capsys, monkeypatch, parrot, tmp_path):
+    feed_input(monkeypatch, "v", "  x ", "/new", "y", "\udcff", "y" * 70, "y", "")
+    code, out, err = cli(capsys, *cheap(parrot), "--chat", "--output", tmp_path / "o.jsonl", "--records", tmp_path / "r.jsonl")
+    assert code == 0 and err == ""
+    assert out.splitlines()[1:] == ["wxyz", "yz", "z", "error: the prompt can't be tokenized: TextInputSequence must be str", out.splitlines()[5], "z"]
+    assert "--max-model-len" in out.splitlines()[5]
+    answers = [json.loads(line) for line in open(tmp_path / "o.jsonl")]
+    assert [(a["prompt"], a["num_prompt_tokens"]) for a in answers] == [("v", 2), ("x", 7), ("y", 2), ("y", 4)]
+    assert len(open(tmp_path / "r.jsonl").readlines()) == sum(len(a["token_ids"]) for a in answers)
+
+
+def test_ctrl_c_in_a_conversation_ends_the_answer_and_at_the_prompt_the_program(capsys, monkeypatch, parrot):
+    from nano_serve import LLMEngine
+    step, calls = LLMEngine.step, []
+
+    def interrupted(engine):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step(engine)
+    monkeypatch.setattr(LLMEngine, "step", interrupted)
+    feed_input(monkeypatch, "a", "x", KeyboardInterrupt())
+    code, out, err = cli(capsys, *cheap(parrot), "--chat")
+    assert code == 130 and err == "" and out.splitlines()[1:] == ["bc (interrupted)", "yz"]
+
+
+# -- In processes of their own --------------------------------------------------------------------------------------------------
+
+def environment(**more):
+    env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR")}
+    return {**env, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
+
+
+def start(*args, env=None, **kwargs):
+    return subprocess.Popen([sys.executable, str(ROOT / "nano_serve.py"), *map(str, args)], env=environment(**(env or {})), text=True, **kwargs)
+
+
+def wait_for(condition, process, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, f"it ended with {process.returncode}"
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+
+
+def test_ctrl_c_in_mid_generation_keeps_what_is_finished(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hi", "max_tokens": 3}\n' + '{"prompt": "a story", "max_tokens": 4000, "ignore_eos": true}\n' * 3)
+    output = tmp_path / "o.jsonl"
+    process = start("--prompts", tmp_path / "p.jsonl", "--output", output, "--records", tmp_path / "r.jsonl", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        wait_for(lambda: output.exists() and output.read_text().endswith("\n"), process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and err == ""
+    (answer,) = map(json.loads, output.read_text().splitlines())
+    assert answer["index"] == 0 and len(answer["token_ids"]) == 3
+    assert "1 of 4 answers, 3 tokens" in out and out.endswith("; interrupted\n")
+    steps = [json.loads(line)["step"] for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert steps == list(range(len(steps))) and len(steps) >= 3
+
+
+def test_a_hub_id_offline_says_what_to_do(tmp_path):
+    process = start("--model", "nobody/nothing-here", env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and out == "" and err.startswith("error: nobody/nothing-here") and "hf download nobody/nothing-here" in err
+    assert "Traceback" not in err and err.count("\n") == 1
+
+
+def test_a_reader_that_goes_away_and_a_locale_without_unicode(alphabet, tmp_path):
+    """`… | head -1`, from another directory, with an encoding that has no 世: no traceback, no hang."""
+    process = start(*cheap(alphabet), "--prompt", "世a", *["--prompt", "b"] * 3, "--max-tokens", 20, env={"PYTHONIOENCODING": "ascii"}, cwd=tmp_path,
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    line = process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=30) in (0, 1, 2) and line in ("[1] ?a\n", "[2] b\n") and "Traceback" not in err
+
+
+pty = pytest.importorskip("pty")
+
+
+class Terminal:
+    """A process in a pseudo-terminal of a given size."""
+
+    def __init__(self, *args, columns=40, rows=10):
+        import fcntl
+        import termios
+        self.fd, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.process = start(*args, env={"TERM": "xterm"}, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+                             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+        os.close(slave)
+        self.seen = ""
+
+    def read(self, until=None, seconds=60):
+        """Everything shown, until a pattern appears in what is new or the process ends."""
+        import select
+        deadline, new = time.monotonic() + seconds, ""
+        while until is None or not re.search(until, new):
+            assert time.monotonic() < deadline, f"no {until!r} in {new!r}"
+            if not select.select([self.fd], [], [], 0.1)[0]:
+                continue
+            try:
+                data = os.read(self.fd, 65536)
+            except OSError as error:                 # Linux's end of a terminal
+                assert error.errno == errno.EIO
+                break
+            if not data:
+                break
+            new += data.decode("utf-8", "replace")
+        self.seen += new
+        return new
+
+    def write(self, text):
+        os.write(self.fd, text.encode())
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.fd)
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "")
+
+
+def test_in_a_terminal_answers_grow_in_place(alphabet):
+    """In a narrow one, and in one too small for anything."""
+    terminals = [Terminal(*cheap(alphabet), *["--prompt", "[b]世a"] * 5, "--max-tokens", 20, columns=c, rows=r) for c, r in ((40, 10), (3, 2))]
+    for terminal in terminals:
+        try:
+            shown = terminal.read()
+            assert terminal.process.wait(timeout=20) == 0
+        finally:
+            terminal.close()
+        check_live_view(shown)
+
+
+def check_live_view(shown):
+    assert "\x1b[?25l" in shown and shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is hidden meanwhile, and comes back"
+    text = plain(shown).replace("\n", "")
+    assert text.count("bcdefghijklmnopqrstu(20 tokens, length)") == 5 and "5 of 5 answers" in text and "Traceback" not in text
+
+
+def test_a_conversation_in_a_terminal_with_ctrl_c():
+    """Ctrl-C as a key: the terminal sends the signal. The first ends an answer, the next, at the prompt, the program."""
+    terminal = Terminal("--chat", "--max-tokens", 4000, "--ignore-eos")
+    try:
+        terminal.read("you> ")
+        terminal.write("Tell me a story.\n")
+        terminal.read(r"\w+ \w+ \w+ \w+ \w+")
+        terminal.write("\x03")
+        assert "(interrupted)" in terminal.read("you> ")
+        terminal.write("\x03")
+        terminal.read()
+        assert terminal.process.wait(timeout=20) == 130
+    finally:
+        terminal.close()
+    assert "Traceback" not in terminal.seen
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_ids(capsys, alphabet, tmp_path):
+    folder = toys.copy_of(alphabet)
+    (folder / "tokenizer.json").unlink()
+    (tmp_path / "p.jsonl").write_text('{"prompt_token_ids": [120]}\n{"prompt": "a"}\n')
+    code, out, _ = cli(capsys, *cheap(folder), "--prompts", tmp_path / "p.jsonl", "--output", tmp_path / "o.jsonl")
+    answers = {a["index"]: a for a in map(json.loads, open(tmp_path / "o.jsonl"))}
+    assert code == 1 and answers[0]["token_ids"] == [*b"yz", toys.EOS] and answers[0]["text"] == "" and "no tokenizer.json" in answers[1]["error"]
