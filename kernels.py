@@ -407,7 +407,7 @@ def _paged_attention_kernel(q, k_cache, v_cache, query_start_loc, seq_lens, bloc
     # 1) Whose rows?  Each launch leaves alone the sequences of the other kind.
     BLOCK_Q: tl.constexpr = 1 if DECODE else BLOCK_M // G
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
+    kv_head = tl.program_id(1)
     split = tl.program_id(2)                           # a chunk has split 0 only
     if DECODE:
         s = tile
@@ -441,7 +441,7 @@ def _paged_attention_kernel(q, k_cache, v_cache, query_start_loc, seq_lens, bloc
     else:
         end = tl.minimum(seq_len, seq_len - q_len + first_query + BLOCK_Q)
         clear = (seq_len - q_len + first_query + 1) // TILE * TILE
-    k_base, v_base = k_cache + kv_head * c_h, v_cache + kv_head * c_h
+    k_base, v_base = k_cache + kv_head.to(tl.int64) * c_h, v_cache + kv_head.to(tl.int64) * c_h
     table = block_tables + s.to(tl.int64) * bt_s
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
