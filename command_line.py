@@ -1,0 +1,266 @@
+"""The command line (chapters 1 and 2): `python nano_serve.py`. Questions in, answers out, each step on the record.
+
+Promises  a line, a question or an option that is wrong costs only itself and is named; Ctrl-C keeps what is finished
+          (exit code 130); where stdout is no terminal, it is plain text.
+Order     1 The options.  2 Jobs: what is to be answered.  3 answer_all, chat_loop: the two ways to answer.
+          4 Report: what is shown and kept.  5 main.
+"""
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+from model import LlamaConfig, find_checkpoint
+from nano_serve import LLM, EngineArgs, refused_output
+from scheduler import SamplingParams
+from worker import WorkerError, format_shard_report
+
+
+# -- 1. The options ---------------------------------------------------------------------------------------------------
+
+QUESTIONS = ("What is a KV cache?", "Tell me a story about a fox named Ruby.", "How does continuous batching work?",
+             "What is TTFT?", "Tell me a story about a little dragon and a key.")
+SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "ignore_eos")
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(
+        prog="nano_serve.py", formatter_class=argparse.RawTextHelpFormatter, description="Llama-3 serving in a handful of "
+        "files. Without arguments: a few questions to the embedded model, all at once.")
+    add = parser.add_argument_group("what to answer").add_argument
+    add("--prompt", action="append", help="a prompt (repeatable)")
+    add("--prompts", metavar="FILE", help='prompts, one a line; in a .jsonl file {"prompt": …}, {"prompt_token_ids": […]} or\n'
+                                          '{"messages": […]}, each with SamplingParams fields of its own')
+    add("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    add("--chat", action="store_true", help="talk with the model")
+    add("--shards", action="store_true", help="print what each rank of --tensor-parallel-size holds, and stop")
+    add = parser.add_argument_group("how to answer (vLLM's SamplingParams)").add_argument
+    add("--max-tokens", type=int, default=300)
+    add("--temperature", type=float, default=0.0)
+    add("--top-p", type=float, default=1.0)
+    add("--top-k", type=int, default=0)
+    add("--min-p", type=float, default=0.0)
+    add("--repetition-penalty", type=float, default=1.0)
+    add("--stop", action="append", help="end at this text (repeatable)")
+    add("--ignore-eos", action="store_true")
+    add = parser.add_argument_group("what to keep").add_argument
+    add("--steps", action="store_true", help="print each step's record as a line")
+    add("--records", metavar="FILE", help="write each step's record as a JSON line")
+    add("--output", metavar="FILE", help="write each answer as a JSON line")
+    add = parser.add_argument_group("the engine").add_argument
+    for f in dataclasses.fields(EngineArgs):
+        names = ["--" + f.name.replace("_", "-")] + ([f.metadata["short"]] if "short" in f.metadata else [])
+        default = "" if f.default is None else " [the embedded model]" if f.name == "model" else f" [{f.default}]"
+        text = f.metadata["help"] + default
+        if isinstance(f.default, bool):
+            add(*names, action=argparse.BooleanOptionalAction, default=f.default, help=text)
+        else:
+            kind = type(f.default) if f.default is not None else int
+            add(*names, type=kind, default=f.default, help=text, metavar=kind.__name__.upper())
+    return parser
+
+
+# -- 2. Jobs ----------------------------------------------------------------------------------------------------------
+
+def read_jobs(args):
+    """What is to be answered: dicts with prompt, prompt_token_ids or messages, and perhaps SamplingParams fields; or
+    {"error": why} for a line that can't be read, so that it costs only itself."""
+    jobs = [{"prompt": p} for p in args.prompt or ()]
+    # A line ends at a newline and nowhere else: JSON may hold U+2028 and its like, at which str.splitlines would cut.
+    lines = Path(args.prompts).read_bytes().split(b"\n") if args.prompts else ()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            text = line.decode("utf-8-sig").rstrip("\r")
+            job = json.loads(text) if args.prompts.endswith(".jsonl") else {"prompt": text}
+            if not isinstance(job, dict) or len(job.keys() & {"prompt", "prompt_token_ids", "messages"}) != 1:
+                raise ValueError("a line is an object with exactly one of prompt, prompt_token_ids, messages")
+        except (ValueError, RecursionError) as error:
+            job = {"error": f"{args.prompts}, line {number}: {error}"}
+        jobs.append(job)
+    return jobs if args.prompt or args.prompts else [{"prompt": q} for q in QUESTIONS]
+
+
+def prepare(job, defaults, use_template):
+    """A job  →  (prompt for the engine, SamplingParams). Raises ValueError for this job alone."""
+    if "error" in job:
+        raise ValueError(job["error"])
+    (form,) = job.keys() & {"prompt", "prompt_token_ids", "messages"}
+    fields = {name: value for name, value in job.items() if name != form}
+    if unknown := fields.keys() - {f.name for f in dataclasses.fields(SamplingParams)}:
+        raise ValueError(f"unknown field {min(unknown)!r}; besides the prompt, a line holds SamplingParams fields")
+    params = dataclasses.replace(defaults, **fields)
+    if form == "prompt" and isinstance(job[form], str) and use_template:
+        return {"messages": [{"role": "user", "content": job[form]}]}, params
+    return {form: job[form]}, params
+
+
+def question_of(job):
+    """What stands above the answer: the text, the last message, or whatever there is."""
+    asked = job.get("prompt", job.get("messages", job.get("prompt_token_ids", "?")))
+    if isinstance(asked, list) and asked and isinstance(asked[-1], dict):
+        asked = asked[-1].get("content")
+    return asked if isinstance(asked, str) else f"{asked!s:.60}"
+
+
+# -- 3. Answering -----------------------------------------------------------------------------------------------------
+
+def answer_all(llm, jobs, args, defaults, report):
+    """Run all jobs at once. Returns an exit code: 0, 1 if a prompt was refused or failed, 130 after Ctrl-C. What is
+    finished has been shown and written by then, whatever happens."""
+    questions, code, started = [question_of(job) for job in jobs], 0, time.perf_counter()
+    numbers, prompts, params = [], [], []                # of the jobs that can be handed to the engine
+    try:
+        with report:
+            for number, job in enumerate(jobs):
+                try:
+                    prompt, p = prepare(job, defaults, not args.raw and llm.engine.codec.chat_template)
+                    numbers.append(number), prompts.append(prompt), params.append(p)
+                except ValueError as error:
+                    report.update(number, questions[number], refused_output(None, 0, None, str(error)))
+            for index, output in llm.stream(prompts, params):
+                report.keep_steps(llm.engine)
+                report.update(numbers[index], questions[numbers[index]], output)
+    except KeyboardInterrupt:
+        code = 130
+    report.keep_steps(llm.engine)
+    good, elapsed = [o for o in report.done if o.error is None], time.perf_counter() - started
+    tokens, ttft = sum(len(o.outputs[0].token_ids) for o in good), sorted(o.metrics.ttft for o in good)
+    wanted, failed = sum(p.n for p in params) + len(jobs) - len(params), len(report.done) - len(good)
+    report.print(f"{len(good)} of {wanted} answers, {tokens} tokens in {elapsed:.2f} s: {tokens / elapsed:.0f} tokens/s",
+                 f", TTFT mean {sum(ttft) / len(ttft) * 1000:.0f} ms, max {ttft[-1] * 1000:.0f} ms" if ttft else "",
+                 f"; {failed} refused or failed" if failed else "", "; interrupted" if code else "")
+    return code or (1 if failed else 0)
+
+
+def chat_loop(llm, defaults, report):
+    """A conversation. The whole of it is sent each time; with the prefix cache only the new turn is computed."""
+    report.print("Talk with the model; /new starts over, an empty line or Ctrl-D ends.")
+    messages, number = [], 0
+    while True:
+        try:
+            text = input("you> ").strip()
+        except EOFError:
+            text = ""
+        if not text:
+            return 0
+        if text == "/new":
+            messages = []
+            continue
+        messages.append({"role": "user", "content": text})
+        reply = None
+        try:
+            for _, reply in llm.stream([{"messages": messages}], defaults):
+                print(reply.outputs[0].delta, end="", flush=True)
+            print(f"error: {reply.error}" if reply.error else "")
+        except KeyboardInterrupt:                    # this answer only
+            print(" (interrupted)")
+        report.keep_steps(llm.engine)
+        if reply is None or not reply.finished or reply.error:
+            messages.pop()                           # as if the question had not been asked
+            continue
+        _write_line(report.output, answer_record(number, text, reply))
+        messages.append({"role": "assistant", "content": reply.outputs[0].text})
+        number += 1
+
+
+# -- 4. What is shown and kept ----------------------------------------------------------------------------------------
+
+class Report:
+    """Shows and keeps what happens. In a terminal the answers being written grow in place, and those done stand above
+    them; elsewhere each is printed when it is done, as plain text. --output and --records are opened before anything is
+    computed, and written a line at a time, so that an interruption loses nothing."""
+
+    def __init__(self, args):
+        from rich.console import Console
+        self.console, self.live, self.growing, self.done = Console(soft_wrap=True), None, {}, []
+        # A lone surrogate, which UTF-8 can't hold, becomes \udxxx: within a JSON string that is its proper escape.
+        self.output, self.records = (open(path, "w", encoding="utf-8", errors="backslashreplace") if path else None
+                                     for path in (args.output, args.records))
+        self.steps, self.num_steps = args.steps, 0
+
+    def __enter__(self):
+        if self.console.is_terminal:
+            from rich.live import Live
+            self.live = Live(console=self.console, refresh_per_second=12, transient=True)
+            self.live.start()
+        return self
+
+    def __exit__(self, *exc):
+        if self.live:
+            self.live.stop()
+
+    def print(self, *parts):
+        """Text as it is, whatever a model or a user put in it; parts are strings or (string, style)."""
+        from rich.text import Text
+        self.console.print(Text.assemble(*parts))
+
+    def keep_steps(self, engine):
+        for record in engine.records[self.num_steps:]:
+            self.num_steps += 1
+            _write_line(self.records, dataclasses.asdict(record))
+            if self.steps:
+                self.print(step_line(record))
+
+    def update(self, number, question, output):
+        """An answer to job `number` has grown, or ended."""
+        answer, key = output.outputs[0], (number, output.outputs[0].index)
+        self.growing[key] = (f"[{number + 1}] {question} ", "bold"), answer.text[-300:] + "\n"
+        if output.finished:
+            del self.growing[key]
+            self.done.append(output)
+            _write_line(self.output, answer_record(number, question, output))
+            end = output.error or f"{len(answer.token_ids)} tokens, {answer.finish_reason}"
+            self.print((f"[{number + 1}] {question}", "bold"), f"\n{answer.text}\n", (f"({end})\n", "dim"))
+        if self.live:                                # as many as a third of the screen has room for, at two lines each
+            from rich.text import Text
+            some = list(self.growing.values())[:max(self.console.height // 6, 1)]
+            self.live.update(Text.assemble(*(part for parts in some for part in parts)))
+
+
+def _write_line(file, record):
+    if file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        file.flush()
+
+
+def answer_record(index, question, output):
+    answer, m = output.outputs[0], output.metrics
+    return {"index": index, "answer": answer.index, "prompt": question, "text": answer.text, "token_ids": answer.token_ids,
+            "finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason, "error": output.error,
+            "num_prompt_tokens": len(output.prompt_token_ids), "num_cached_tokens": output.num_cached_tokens,
+            "ttft": m and m.ttft, "tpot": m and m.tpot, "e2e": m and m.e2e}
+
+
+def step_line(record):
+    """Example:  step 3  4.1 ms  budget 65/2048  running 2 waiting 0  free 120/128  A 12+1→88  B 0+64 (hit 2)"""
+    parts = [f"{r.request_id} {r.computed}+{r.scheduled}" + (f"→{r.sampled}" if r.sampled is not None else "")
+             + (f" (hit {r.hit_blocks})" if r.hit_blocks else "") for r in record.requests]
+    parts += [f"preempted {i}" for i in record.preempted] + [f"finished {i}" for i in record.finished]
+    return (f"step {record.step}  {record.duration * 1000:.1f} ms  budget {record.used}/{record.budget}  running {record.running} "
+            f"waiting {record.waiting}  free {record.free_blocks}/{record.total_blocks}  " + "  ".join(parts))
+
+
+# -- 5. All together --------------------------------------------------------------------------------------------------
+
+def main(argv=None):
+    args = make_parser().parse_args(argv)
+    if hasattr(sys.stdout, "reconfigure"):           # a terminal that can't show a character gets a "?" instead of an exception
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        if args.shards:
+            print(format_shard_report(LlamaConfig.from_folder(find_checkpoint(args.model)), args.tensor_parallel_size))
+            return 0
+        # What is wrong with the options, the prompts' file or a path is said before a model is loaded.
+        defaults = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})
+        jobs, report = read_jobs(args), Report(args)
+        with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)}) as llm:
+            return chat_loop(llm, defaults, report) if args.chat else answer_all(llm, jobs, args, defaults, report)
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, WorkerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
