@@ -176,7 +176,7 @@ def test_grid(name, way):
 def test_product_of_options(name):
     """Budget x block size x prefix cache, over a pool that is too small for all."""
     jobs = [(p, greedy(N)) for p in PROMPTS]
-    for tokens, size, caching in itertools.product((1, 2, 3, 5, 7, 16, 64), (1, 2, 4, 7, 16, 32), (True, False)):
+    for tokens, size, caching in itertools.product((2, 5, 7, 16, 64), (1, 2, 4, 7, 16), (True, False)):
         engine = make_engine(toy(name), max_num_batched_tokens=tokens, block_size=size, num_kv_blocks=1 + max(80 // size, 4),
                              enable_prefix_caching=caching)
         check(toy(name), jobs, run(engine, jobs))
@@ -347,6 +347,17 @@ def test_common_prefix_in_one_step(tokens):
     assert hit_blocks(engine) > 0
 
 
+def test_a_name_without_its_content():
+    """A step gives V a chunk, then preempts V in favour of U, more urgent: the blocks of that chunk are named and never written. They
+    must not be found when V comes back (it may find the six that were written), or it would read NaN."""
+    engine = make_engine(toy(), num_kv_blocks=10, max_num_batched_tokens=11, long_prefill_token_threshold=8, scheduling_policy="priority")
+    jobs = [(prompts_of(1, low=33, high=33)[0], greedy(3), 5), (PREFIX[:3], greedy(4), 0)]             # V, U
+    check(toy(), jobs, run(engine, jobs, arrivals=[0, 1]))
+    assert [(record.step, record.preempted) for record in engine.records if record.preempted] == [(3, ["0-0"])]
+    (back,) = [r for record in engine.records[4:] for r in record.requests if r.request_id == "0-0" and r.hit_blocks]
+    assert back.hit_blocks == 6
+
+
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_newcomer_takes_no_block_in_use(reset):
     engine = make_engine(toy(), num_kv_blocks=17)
@@ -464,6 +475,13 @@ def test_arrival_order_is_first_token_order():
     jobs = [(p, greedy(14)) for p in prompts_of(6, seed=2, low=9, high=14)]
     check(toy(), jobs, run(engine, jobs, each_step=each_step))
     assert firsts == [f"0-{i}" for i in range(6)] and preemptions(engine) > 0
+    seen, out = set(), set()                               # who was ever served; who is preempted and not yet back
+    for record in engine.records:
+        for r in record.requests:
+            assert r.request_id in seen or not out, f"{r.request_id} overtakes {out}"
+            out.discard(r.request_id)
+            seen.add(r.request_id)
+        out |= set(record.preempted)
 
 
 REACHED = {  # state → is the request x in it?  Its prompt has 11 tokens; 2 a step are left for it beside two neighbours that decode
@@ -634,7 +652,7 @@ def test_any_scenario(scenario):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, **QUIET)
+@settings(max_examples=1000, **QUIET)
 @given(scenarios())
 def test_many_scenarios(scenario):
     play(scenario)
