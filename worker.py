@@ -111,13 +111,13 @@ class SharedMemoryComm:
         rank 1: slot[1][1] = its part; counter[1] = 3;  waits for counter[0] >= 3;  reads slot[1][0] + slot[1][1]
 
     There are two sets of slots, taken in turn (generation g uses set g % 2), and that is all it takes to be right under
-    any interleaving: counter[r] >= g-1 says that r is past generation g-2, so nobody still reads the set that g
-    overwrites. What is larger than a slot goes in pieces. Each rank sums in rank order, so all hold the same bits.
+    any interleaving: counter[r] >= g-1 says that r has read what it wanted of generation g-2, whose set g overwrites.
+    What is larger than a slot goes in pieces. Each rank sums in rank order, so that all hold the same bits.
 
     Memory order: the counter must not become visible before the slot, nor the slot be read before the counter. x86
     keeps stores in order and loads in order, and the interpreter makes each access a call of its own, so plain ones do.
     ARM promises neither; there each counter is read and written under its semaphore (`locks`), and POSIX promises that
-    who takes one sees all that was written before it was released. vLLM takes a lock as well, on every machine:
+    who takes one sees all that was written before it was released. vLLM takes a lock on every machine:
     vLLM: distributed/device_communicators/shm_broadcast.py:79 memory_fence
 
     Waiting: with a core for every rank and one to spare, look again and again, offering the core to others in between;
@@ -141,6 +141,7 @@ class SharedMemoryComm:
         self.area, self.rank, self.size, self.watch, self.locks = area, rank, size, watch, locks
         # int64 [size + 1]: the counters, then the flag: 0 runs, -1 closing, r + 1 rank r has failed
         self.flags = memoryview((ctypes.c_int64 * (size + 1)).from_address(area.data_ptr())).cast("B").cast("q")
+        self.errors = area[self.PAGE:self.PAGE * (1 + size)].view(size, self.PAGE)
         self.slots = area[self.PAGE * (1 + size):].view(2, size, self.SLOT)
         self.seen = [0] * size                                       # the counters as last read
         self.generation = self.num_collectives = 0
@@ -171,18 +172,21 @@ class SharedMemoryComm:
         return x if parts is None else parts.view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
     def broadcast(self, message=None):
-        """Rank 0 passes int64 numbers [n], the others nothing  →  the numbers, on every rank."""
-        header = torch.tensor([len(message)]) if self.rank == 0 else torch.empty(1, dtype=torch.int64)
-        for part in (header, message):
-            if part is None:
-                part = message = torch.empty(int(header), dtype=torch.int64)
-            for piece, slots in self._pieces(part):
-                if self.rank == 0:
-                    self._post(slots[0], piece)
-                else:
-                    self._wait((0,), self.generation)
-                    piece.copy_(slots[0])
-                    self._count_up()
+        """Rank 0 passes int64 numbers [n], of which the first is n, the others nothing  →  the numbers, on every rank."""
+        if self.rank == 0:
+            for piece, slots in self._pieces(message):
+                self._post(slots[0], piece)
+            return message
+        done, n = 0, 1
+        while done < n:
+            self.generation += 1
+            self._wait((0,), self.generation)
+            slot = self.slots.view(torch.int64)[self.generation % 2, 0]
+            if done == 0:
+                message = torch.empty(n := int(slot[0]), dtype=torch.int64)
+            message[done:done + len(slot)] = slot[:n - done]
+            done += len(slot)
+            self._count_up()                                         # now rank 0 may write the next but one
         return message
 
     def barrier(self):
@@ -192,13 +196,12 @@ class SharedMemoryComm:
 
     def fail(self, text):
         """Tell everybody that this rank is done for, and why."""
-        page = self.area[self.PAGE * (1 + self.rank):][:self.PAGE]
-        text = text.encode(errors="replace")[-self.PAGE + 1:] + b"\0"
-        page[:len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        text = text.encode(errors="replace")[-self.PAGE:].ljust(self.PAGE)
+        self.errors[self.rank] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.flags[self.size] = self.rank + 1
 
     def error_of(self, rank):
-        return bytes(self.area[self.PAGE * (1 + rank):][:self.PAGE].tolist()).split(b"\0")[0].decode(errors="replace")
+        return bytes(self.errors[rank].tolist()).decode(errors="replace").rstrip()
 
     def _pieces(self, x):
         """Cut x into pieces [n] that fit a slot, each with all ranks' slots [size, n] of a new generation."""
@@ -289,17 +292,17 @@ FIELDS = ("token_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens
 
 
 def pack(batch):
-    """A ForwardBatch as int64 numbers: RUN, T, S, B, S', then its seven tensors end to end."""
+    """A ForwardBatch as int64 numbers: how many numbers, RUN, T, S, B, S', then its seven tensors end to end."""
     (S, B), T = batch.block_tables.shape, len(batch.token_ids)
-    head = torch.tensor([RUN, T, S, B, len(batch.logits_indices)])
-    return torch.cat([head, torch.cat([getattr(batch, name).flatten().long() for name in FIELDS]).cpu()])
+    body = torch.cat([getattr(batch, name).flatten().long() for name in FIELDS]).cpu()
+    return torch.cat([torch.tensor([6 + len(body), RUN, T, S, B, len(batch.logits_indices)]), body])
 
 
 def unpack(message, device):
     """pack's inverse, on `device`."""
-    _, T, S, B, n = message[:5].tolist()
+    T, S, B, n = message[2:6].tolist()
     token_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices = (
-        message[5:].to(device).split([T, T, T, S + 1, S, S * B, n]))
+        message[6:].to(device).split([T, T, T, S + 1, S, S * B, n]))
     return ForwardBatch(token_ids, positions, slot_mapping, query_start_loc.int(), seq_lens.int(),
                         block_tables.int().view(S, B), logits_indices)
 
@@ -315,9 +318,6 @@ def worker_main(rank, size, area, locks, collectives, path, driver, folder, dtyp
     # Of the driver's threads a fork brings along only one. OpenMP doesn't notice that its others are gone and would
     # wait for them; a single thread waits for nobody. Tokenizers' and a server's threads a worker has no use for.
     torch.set_num_threads(1)
-    # The driver's garbage is not ours to collect: a process group's destructor waits for threads that only the driver has.
-    gc.freeze()
-    gc.enable()
 
     def watch():
         if channel.flags[size] or os.getppid() != driver:
@@ -330,8 +330,8 @@ def worker_main(rank, size, area, locks, collectives, path, driver, folder, dtyp
         channel.barrier()
         while True:
             message = channel.broadcast()
-            if message[0] == INIT_KV_CACHE:
-                worker.init_kv_cache(*message[1:].tolist())
+            if message[1] == INIT_KV_CACHE:
+                worker.init_kv_cache(*message[2:].tolist())
                 channel.barrier()
             else:
                 worker.execute(unpack(message, device))
@@ -378,9 +378,12 @@ class TensorParallelExecutor:
         self._shut_down = weakref.finalize(self, _shut_down, self.channel.flags, area, self.processes, self.scratch,
                                            os.getpid())
         with self._together():
-            with _no_collection():
+            gc.freeze()                          # a forked child must not collect the driver's garbage: a process group's
+            try:                                 # destructor, say, would wait there for threads that only the driver has
                 for process in self.processes:
                     process.start()
+            finally:
+                gc.unfreeze()
             self.comm = self.channel
             if collectives != "shm":
                 self.comm = ProcessGroupComm(collectives, path, 0, size, devices[0])
@@ -394,7 +397,7 @@ class TensorParallelExecutor:
     def init_kv_cache(self, num_blocks, block_size):
         """Every rank allocates its heads of each block; returns when all have. num_blocks counts the null block."""
         with self._together():
-            self.channel.broadcast(torch.tensor([INIT_KV_CACHE, num_blocks, block_size]))
+            self.channel.broadcast(torch.tensor([4, INIT_KV_CACHE, num_blocks, block_size]))
             self.worker.init_kv_cache(num_blocks, block_size)
             self.channel.barrier()
 
@@ -453,17 +456,6 @@ class TensorParallelExecutor:
             raise
         finally:
             torch.set_num_threads(threads)
-
-
-@contextmanager
-def _no_collection():
-    enabled = gc.isenabled()
-    gc.disable()                                     # inherited by a forked child, until it has put our garbage aside
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _shut_down(flags, area, processes, scratch, owner):
