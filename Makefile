@@ -1,5 +1,6 @@
 # Two commands do all the set-up on a fresh machine, each alone: `make run` and `make test`.
 PYTHON ?= python3
+CH     ?= 1
 VENV   := .venv
 BIN    := $(VENV)/bin
 
@@ -16,6 +17,17 @@ slow: $(VENV)/.test                ## the longer proofs
 
 gpu: $(VENV)/.test                 ## what needs a CUDA or ROCm device
 	$(BIN)/python -m pytest -m gpu
+
+chapters: $(VENV)/.run             ## every walk-through, on one rank
+	for chapter in chapters/ch*.py; do $(BIN)/python $$chapter --tp 1 || exit 1; done
+
+grade: $(VENV)/.run                ## your answers to a chapter's exercises: make grade CH=1
+	@$(BIN)/python chapters/exercises/grade.py $(CH)
+
+pictures: $(VENV)/.run             ## the README's pictures, drawn again
+	$(BIN)/python chapters/ch01_paradigm.py --tp 1 --width 100 --save out
+	mkdir -p chapters/pictures
+	cp out/ch01_timeline.svg out/ch01_batch_curve.svg chapters/pictures/
 
 $(VENV)/.run: requirements.txt
 	$(PYTHON) -m venv $(VENV)
