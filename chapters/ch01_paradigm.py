@@ -430,7 +430,6 @@ if __name__ == "__main__":
 
 
 # %% 6. The running example's account
-
 if __name__ == "__main__":
     page.section(6, "The running example", "一个贯穿全文的例子")
     m, kv, kv_gpu = BIG.model, BIG.kv_bytes_per_token, BIG.kv_bytes_per_token_per_gpu
@@ -448,4 +447,4 @@ if __name__ == "__main__":
         python chapters/ledger.py --sweep --slo ttft:500 itl:20: where does a stricter SLO cut?
         in this file, CHUNK = 64, then 1024: who pays, the newcomer or the others?
         in this file, SEATS = 8: what is left of the static loop's waste, and why?
-        Next: the article's chapter 2; chapters/README.md says where it is to be found here.""")
+        Then the exercises, chapters/exercises/ch01/tasks.py, with make grade CH=1; and the article's chapter 2.""")
