@@ -27,12 +27,12 @@ SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "rep
 
 def make_parser():
     parser = argparse.ArgumentParser(
-        prog="nano_serve.py", formatter_class=argparse.RawTextHelpFormatter, description="Llama-3 serving in a handful of "
-        "files. Without arguments: a few questions to the embedded model, all at once.")
+        prog="nano_serve.py", formatter_class=argparse.RawTextHelpFormatter,
+        description="Llama-3 serving in a handful of files. Without arguments: a few questions to the embedded model.")
     add = parser.add_argument_group("what to answer").add_argument
     add("--prompt", action="append", help="a prompt (repeatable)")
-    add("--prompts", metavar="FILE", help='prompts, one a line; in a .jsonl file {"prompt": …}, {"prompt_token_ids": […]} or\n'
-                                          '{"messages": […]}, each with SamplingParams fields of its own')
+    add("--prompts", metavar="FILE", help="prompts, one a line; in a .jsonl file objects with prompt, messages or\n"
+                                          "prompt_token_ids, and SamplingParams fields of their own")
     add("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     add("--chat", action="store_true", help="talk with the model")
     add("--shards", action="store_true", help="print what each rank of --tensor-parallel-size holds, and stop")
@@ -130,7 +130,8 @@ def answer_all(llm, jobs, args, defaults, report):
     good, elapsed = [o for o in report.done if o.error is None], time.perf_counter() - started
     tokens, ttft = sum(len(o.outputs[0].token_ids) for o in good), sorted(o.metrics.ttft for o in good)
     wanted, failed = sum(p.n for p in params) + len(jobs) - len(params), len(report.done) - len(good)
-    report.print(f"{len(good)} of {wanted} answers, {tokens} tokens in {elapsed:.2f} s: {tokens / elapsed:.0f} tokens/s",
+    report.print(f"{len(good)} of {wanted} answers, ",
+                 f"{tokens} tokens in {elapsed:.2f} s: {tokens / elapsed:.0f} tokens/s",
                  f", TTFT mean {sum(ttft) / len(ttft) * 1000:.0f} ms, max {ttft[-1] * 1000:.0f} ms" if ttft else "",
                  f"; {failed} refused or failed" if failed else "", "; interrupted" if code else "")
     return code or (1 if failed else 0)
@@ -229,10 +230,10 @@ def _write_line(file, record):
 
 def answer_record(index, question, output):
     answer, m = output.outputs[0], output.metrics
-    return {"index": index, "answer": answer.index, "prompt": question, "text": answer.text, "token_ids": answer.token_ids,
-            "finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason, "error": output.error,
-            "num_prompt_tokens": len(output.prompt_token_ids), "num_cached_tokens": output.num_cached_tokens,
-            "ttft": m and m.ttft, "tpot": m and m.tpot, "e2e": m and m.e2e}
+    return {"index": index, "answer": answer.index, "prompt": question, "text": answer.text,
+            "token_ids": answer.token_ids, "finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason,
+            "error": output.error, "num_prompt_tokens": len(output.prompt_token_ids),
+            "num_cached_tokens": output.num_cached_tokens, "ttft": m and m.ttft, "tpot": m and m.tpot, "e2e": m and m.e2e}
 
 
 def step_line(record):
@@ -240,15 +241,16 @@ def step_line(record):
     parts = [f"{r.request_id} {r.computed}+{r.scheduled}" + (f"→{r.sampled}" if r.sampled is not None else "")
              + (f" (hit {r.hit_blocks})" if r.hit_blocks else "") for r in record.requests]
     parts += [f"preempted {i}" for i in record.preempted] + [f"finished {i}" for i in record.finished]
-    return (f"step {record.step}  {record.duration * 1000:.1f} ms  budget {record.used}/{record.budget}  running {record.running} "
-            f"waiting {record.waiting}  free {record.free_blocks}/{record.total_blocks}  " + "  ".join(parts))
+    return (f"step {record.step}  {record.duration * 1000:.1f} ms  budget {record.used}/{record.budget}  "
+            f"running {record.running} waiting {record.waiting}  free {record.free_blocks}/{record.total_blocks}  "
+            + "  ".join(parts))
 
 
 # -- 5. All together --------------------------------------------------------------------------------------------------
 
 def main(argv=None):
     args = make_parser().parse_args(argv)
-    if hasattr(sys.stdout, "reconfigure"):           # a terminal that can't show a character gets a "?" instead of an exception
+    if hasattr(sys.stdout, "reconfigure"):           # an encoding without a character gets a "?", not an exception
         sys.stdout.reconfigure(errors="replace")
     try:
         if args.shards:
