@@ -1,7 +1,7 @@
 """What is computed (chapters 3 and 7): Llama-3 with grouped-query attention, from a checkpoint folder to a sampled token.
 
 Mirrors   vLLM: model_executor/models/llama.py:446 LlamaForCausalLM, model_executor/layers/linear.py:419 ColumnParallelLinear,
-          vLLM: v1/sample/sampler.py:22 Sampler
+          vLLM: v1/sample/sampler.py:20 Sampler
 Promises  the same logits as transformers' LlamaForCausalLM (fp32: to rounding), for every dense checkpoint of the family:
           Llama-3/3.1/3.2, TinyLlama, SmolLM2, Mistral without a sliding window. What it can't compute it refuses, by name.
 Leaves out quantised weights, LoRA, pipeline parallelism, other architectures.
@@ -459,7 +459,7 @@ def sample(logits, requests):
 
     temperature 0 is argmax, in any mixture with sampled rows. A draw is one uniform number that depends on the
     request's seed and the index of the output token, nothing else: not on the neighbours, the chunks, or a preemption.
-    vLLM: v1/sample/sampler.py:22 Sampler, which draws per-request generators' exponentials instead.
+    vLLM: v1/sample/sampler.py:20 Sampler, which draws per-request generators' exponentials instead.
     """
     logits = logits.float()                                                          # [S', V]
     if any(adjusts_logits(r) for r in requests):
@@ -514,7 +514,7 @@ def adjusts_logits(request):
 
 
 def adjust_logits(row, request):
-    """What changes even a greedy choice; row [V], in place.  vLLM: v1/sample/ops/penalties.py:13 apply_all_penalties"""
+    """What changes even a greedy choice; row [V], in place.  vLLM: v1/sample/ops/penalties.py:10 apply_all_penalties"""
     p, outputs = request.sampling_params, request.output_token_ids
     if len(outputs) < p.min_tokens:              # not yet allowed to end: no EOS, no stop token
         stops = set(p.stop_token_ids or ()) | (set() if p.ignore_eos else request.eos_token_ids)
