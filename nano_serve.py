@@ -222,6 +222,17 @@ class LLMEngine:
 
     def step(self):
         """One step for everybody who is scheduled; returns a RequestOutput for each request that got a token or failed."""
+        try:
+            return self._step()
+        except BaseException:
+            # The scheduler counts a step's tokens, and publishes their blocks to the prefix cache, before the step has run. If it
+            # then doesn't run to its end (Ctrl-C, a dead rank), those blocks hold nothing: no request may go on, no lookup find them.
+            for request_id in list(self.scheduler.requests):
+                self.abort_request(request_id)
+            self.scheduler.kv_cache_manager.reset_prefix_cache()
+            raise
+
+    def _step(self):
         start = self.clock()
         output = self.scheduler.schedule()
         for request in output.scheduled_requests:
@@ -230,9 +241,8 @@ class LLMEngine:
         # Only a chunk that reaches the end of the known tokens predicts something new; the others' last row is thrown away.
         ends = [r for r in output.scheduled_requests if r.num_computed_tokens == r.num_tokens]
         sampled, logprobs, errors = {}, {}, {}
-        if output.scheduled_requests:
-            batch = build_batch(output, self.scheduler.kv_cache_manager, self.device)
-            logits = self.executor.execute(batch)                                    # [S', V]
+        if output.scheduled_requests:                # an empty plan is possible: by priority, the only runner may preempt itself
+            logits = self.executor.execute(build_batch(output, self.scheduler.kv_cache_manager, self.device))    # [S', V]
             for request, token_id in zip(ends, sample(logits, ends) if ends else ()):
                 if token_id is None:
                     errors[request.request_id] = "the model's logits are not finite (NaN or inf); try --dtype float32 or bfloat16"
