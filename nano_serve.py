@@ -60,7 +60,7 @@ class EngineArgs:
     max_num_waiting: int | None = option(None, "length of the waiting queue, beyond which requests are refused")
     seed: int = option(0, "where requests without a seed of their own get theirs from")
     attention_backend: str = option("auto", "auto, torch or triton")
-    enforce_eager: bool = option(False, "no CUDA graphs")
+    enforce_eager: bool = option(False, "accepted, as in vLLM; every step runs eagerly so far, so it changes nothing")
     check_invariants: bool = option(False, "check the scheduler's and the pool's accounts after every step (slow)")
 
 
