@@ -237,7 +237,7 @@ def test_the_projects_own_suite_leaves_the_tasks_alone(pytestconfig):
 # -- Chapter 1: what the grader takes for right, is
 
 def test_ch01_concurrency_is_what_the_scheduler_can_do():
-    """Exactly `expected` requests run side by side as fast as one alone; with one more somebody waits or is preempted."""
+    """Exactly `expected` requests run side by side as fast as one alone; one more, and one waits or is preempted."""
     ch01, tried = GRADERS[1], 0
     for case in ch01.concurrency_cases():
         memory, per_token, size, prompt, output = case.arguments.values()
