@@ -233,7 +233,8 @@ def answer_record(index, question, output):
     return {"index": index, "answer": answer.index, "prompt": question, "text": answer.text,
             "token_ids": answer.token_ids, "finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason,
             "error": output.error, "num_prompt_tokens": len(output.prompt_token_ids),
-            "num_cached_tokens": output.num_cached_tokens, "ttft": m and m.ttft, "tpot": m and m.tpot, "e2e": m and m.e2e}
+            "num_cached_tokens": output.num_cached_tokens,
+            "ttft": m and m.ttft, "tpot": m and m.tpot, "e2e": m and m.e2e}
 
 
 def step_line(record):
