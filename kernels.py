@@ -440,7 +440,7 @@ def _paged_attention_kernel(q, k_cache, v_cache, query_start_loc, seq_lens, bloc
         clear = begin + (end - begin) // TILE * TILE
     else:
         end = tl.minimum(seq_len, seq_len - q_len + first_query + BLOCK_Q)
-        clear = (seq_len - q_len + first_query + 1) // TILE * TILE
+        clear = tl.maximum(seq_len - q_len + first_query + 1, 0) // TILE * TILE
     k_base, v_base = k_cache + kv_head.to(tl.int64) * c_h, v_cache + kv_head.to(tl.int64) * c_h
     table = block_tables + s.to(tl.int64) * bt_s
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)

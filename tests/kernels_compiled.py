@@ -1,8 +1,8 @@
-"""The kernels as GPU compilers see them, on a machine without a GPU. Collected by test_kernels.py in a process of its own:
-a process either compiles kernels or interprets them.
+"""The kernels as GPU compilers see them, on a machine without a GPU. Collected by test_kernels.py in a process of its
+own: a process either compiles kernels or interprets them.
 
 Each operation is called as the model calls it, on tensors without data, with the launch replaced: instead of running,
-the kernel is compiled for three cards, with just the arguments that the launch would have had. What is checked is what runs.
+the kernel is compiled for three cards, with just the arguments that the launch would have had.
 """
 import pathlib
 import re
@@ -19,8 +19,8 @@ import kernels
 # (target, bytes of shared memory that a program may take). 99 KiB is what the smallest cards since sm_80 can give.
 TARGETS = {"sm_80": (GPUTarget("cuda", 80, 32), 99 * 1024), "sm_90": (GPUTarget("cuda", 90, 32), 99 * 1024),
            "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024)}
-# Bytes of memory that a thread takes for want of registers: 16 registers' worth, what ptxas wants for sm_80 and the largest
-# tile (on sm_90 the same tile needs none, nor does any on gfx942).
+# Bytes of memory that a thread takes for want of registers: 16 registers' worth, what ptxas wants for sm_80 and the
+# largest tile (on sm_90 the same tile needs none).
 SPILL_LIMIT = 64
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64",
             torch.int32: "*i32"}
@@ -28,8 +28,8 @@ CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def source_of(kernel, args, kwargs):
-    """What the runtime would compile for this call: None and the integer 1 become constants; pointers, and integers that
-    16 divides, are marked so, which decides how wide the loads are."""
+    """What the runtime would compile for this call: None and the integer 1 become constants; pointers, and integers
+    that 16 divides, are marked so, which decides how wide the loads are."""
     values = dict(zip(kernel.arg_names, args)) | {k: v for k, v in kwargs.items() if k in kernel.arg_names}
     signature, constants, attributes = {}, {}, {}
     for i, param in enumerate(kernel.params):
@@ -59,8 +59,8 @@ def spilled_bytes(compiled, folder):
 
 @pytest.fixture
 def compile_launches(monkeypatch, tmp_path):
-    """f(target name, operation): performs the operation with launches replaced  →  [(kernel name, compiled, kwargs)], each
-    checked for spills and shared memory."""
+    """f(target name, operation): performs the operation with launches replaced  →  [(kernel name, compiled, kwargs)],
+    each checked for spills and shared memory."""
     def f(name, operation):
         target, limit = TARGETS[name]
         seen = []
@@ -88,8 +88,8 @@ def attention(d, G, dtype, Hkv=2, block_size=16, S=3, T=40, B=128, N=70_000):
         return torch.empty(*shape, dtype=dtype, device="meta")
     qkv = meta(T, (G + 2) * Hkv, d, dtype=dtype)
     cache = meta(2, N, block_size, Hkv, d, dtype=dtype)
-    return lambda: kernels.TRITON.paged_attention(qkv[:, :G * Hkv], cache[0], cache[1], meta(S + 1), meta(S), meta(S, B),
-                                                  d ** -0.5)
+    return lambda: kernels.TRITON.paged_attention(qkv[:, :G * Hkv], cache[0], cache[1], meta(S + 1), meta(S),
+                                                  meta(S, B), d ** -0.5)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -140,8 +140,8 @@ def test_attention_compiles_for_every_head_size(compile_launches, target, dtype)
 
 
 def test_a_step_with_other_lengths_compiles_nothing_new():
-    """The number of sequences, of splits and the width of the block table change from step to step; a kernel specialised on
-    them would be compiled again in the middle of serving."""
+    """The number of sequences, of splits and the width of the block table change from step to step; a kernel
+    specialised on them would be compiled again in the middle of serving."""
     params = kernels._paged_attention_kernel.params + kernels._merge_splits_kernel.params
     fixed = {p.name for p in params if p.do_not_specialize}
     assert fixed == {"S", "max_splits", "bt_s"}

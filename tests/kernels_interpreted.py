@@ -1,5 +1,5 @@
-"""Every kernel, interpreted, against its twin. Collected by test_kernels.py in a process of its own, with TRITON_INTERPRET=1
-set before Triton is imported: a process either interprets kernels or compiles them.
+"""Every kernel, interpreted, against its twin. Collected by test_kernels.py in a process of its own, with
+TRITON_INTERPRET=1 set before Triton is imported: a process either interprets kernels or compiles them.
 
 Every batch's pool is poisoned: a slot that no sequence owns holds NaN (see bench_kernels.example_batch).
 """
@@ -42,14 +42,14 @@ TOLERANCE[torch.bfloat16] = dict(rtol=3e-2, atol=3e-2)
 
 
 def test_canary_bf16_dot():
-    """The interpreter keeps bf16 as uint16, and its tl.dot multiplies the bit patterns. As long as it does, no bf16 case
-    runs interpreted; where a Triton gets it right, DTYPES above has bf16 by itself."""
+    """The interpreter keeps bf16 as uint16, and its tl.dot multiplies the bit patterns. As long as it does, no bf16
+    case runs interpreted; where a Triton gets it right, DTYPES above has bf16 by itself."""
     if BF16_ERROR >= 1e-3:
         pytest.xfail(f"Triton {triton.__version__} interprets a bf16 tl.dot wrongly (off by {BF16_ERROR:.0e}): "
                      "bf16 is not covered here")
 
 
-# -- guards: every tensor that a launcher allocates lies between guard values, and holds NaN until it is written ----------
+# -- guards: every tensor that a launcher allocates lies between guard values, and holds NaN until it is written ------
 
 class Guarded(TorchFunctionMode):
     GUARD, WIDTH = 12344.0, 64
@@ -82,7 +82,7 @@ def guarded():
 
 
 def both(operation, dtype):
-    """operation(namespace of operations), by twin and by guarded kernel: equal within rounding  →  the kernel's result."""
+    """operation(namespace of operations), by twin and by guarded kernel: equal but for rounding  →  the kernel's."""
     want = operation(TWIN)
     with guarded():
         got = operation(KERNEL)
@@ -158,7 +158,7 @@ def test_rope_and_write_kv(lens, Hkv, G, d, block_size, dtype, layout):
 
 @st.composite
 def batches(draw, max_sequences=4):
-    """Lengths at the edges of tiles (16, 64), splits (64, see `small_split`) and blocks; all kinds of chunks; padding."""
+    """Lengths at the edges of tiles (16, 64), splits (64, see `small_split`) and blocks; any chunks; padding."""
     block_size = draw(st.sampled_from([1, 4, 8, 16, 24, 32, 256]))
     edges = sorted({max(e + i, 1) for e in (1, 16, 64, 128, block_size) for i in (-1, 0, 1) if e + i <= 257})
     seq_lens, q_lens = [], []
@@ -207,8 +207,31 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_company(b):
 @pytest.mark.parametrize("d", [10, 16, 24, 64, 80, 96, 128, 192, 256])
 def test_head_sizes(d):
     for dtype in DTYPES:
+        b = example_batch([70, 33, 20], [1, 1, 3], H=4, Hkv=2, d=d, dtype=dtype)
         with small_split():
-            both(lambda ops, b=example_batch([70, 33, 20], [1, 1, 3], H=4, Hkv=2, d=d, dtype=dtype): attend(ops, b), dtype)
+            both(lambda ops: attend(ops, b), dtype)
+
+
+def test_many_splits():
+    """1,100 keys in splits of 64 are 18: more than the merge adds up at once. Later keys score higher, so that what was
+    added up first must be scaled down."""
+    for dtype in DTYPES:
+        b = example_batch([1100, 30], [1, 1], H=2, Hkv=1, d=16, dtype=dtype)
+        keys = b.k_cache.flatten(0, 1)                                                   # [slots, Hkv, d]
+        for p in range(1100):
+            keys[b.block_tables[0, p // 16] * 16 + p % 16] += b.q[0, 0] * (p // 64) / 16
+        with small_split():
+            both(lambda ops: attend(ops, b), dtype)
+
+
+def test_rows_without_a_key_are_zeros():
+    """Five queries over three keys, which no scheduler asks for: the first two see nothing."""
+    b = example_batch([5], [5], H=2, Hkv=1, d=16)
+    b.seq_lens = torch.tensor([3]).int()
+    got = attend(KERNEL, b)
+    b.q, b.query_start_loc = b.q[2:], torch.tensor([0, 3]).int()
+    assert not got[:2].any()
+    torch.testing.assert_close(got[2:], attend(TWIN, b))
 
 
 @pytest.mark.parametrize("G", [3, 7, 12, 17])
@@ -228,7 +251,7 @@ def test_poison_of_any_kind_changes_no_bit():
 
 
 def test_very_low_scores_lose_to_no_sentinel():
-    """Scores of about -1e5 are below any 'minus infinity' like -1e4: the masked keys must keep a weight of exactly 0."""
+    """Scores of about -1e5 are below any 'minus infinity' like -1e4: masked keys must keep a weight of exactly 0."""
     b = example_batch([40, 21], [9, 1], H=2, Hkv=1, d=64)
     b.q, b.k_cache = torch.full_like(b.q, -100.0), b.k_cache.abs() * 100.0
     both(lambda ops: attend(ops, b), torch.float32)
@@ -290,7 +313,7 @@ def test_backend():
 
 
 def test_generate_through_the_kernels():
-    """The whole path, tiny model: chunks, decodes, a shared prefix, over a pool full of NaN: the ids that the twins give."""
+    """The whole path, tiny model: chunks, decodes, a shared prefix, a pool full of NaN: the ids that the twins give."""
     folder = pathlib.Path(__file__).parent.parent / "models" / "tiny-llama3"
     prompt = list(range(100, 109))
     ids = {}

@@ -1,7 +1,8 @@
 """The twins against arithmetic done the slow way; the Triton kernels against the twins.
 
-Triton decides as a kernel is decorated whether it will be interpreted or compiled, so a process can do one or the other:
-kernels_interpreted.py and kernels_compiled.py, beside this file, run in processes of their own. With a GPU: pytest -m gpu.
+Triton decides as a kernel is decorated whether it will be interpreted or compiled, so a process can do one or the
+other: kernels_interpreted.py and kernels_compiled.py, beside this file, run in processes of their own.
+With a GPU: pytest -m gpu.
 """
 import math
 import os
@@ -32,7 +33,8 @@ def attention_the_slow_way(b):
             for h in range(H):
                 at = [(int(b.block_tables[s, p // bs]), p % bs, h * Hkv // H) for p in range(visible)]
                 if at:
-                    k, v = (torch.stack([cache[i] for i in at]).double() for cache in (b.k_cache, b.v_cache))    # [L, d]
+                    k = torch.stack([b.k_cache[i] for i in at]).double()                 # [L, d]
+                    v = torch.stack([b.v_cache[i] for i in at]).double()                 # [L, d]
                     out[row, h] = torch.softmax(k @ b.q[row, h].double() * b.scale, dim=0) @ v
     return out
 
@@ -40,8 +42,10 @@ def attention_the_slow_way(b):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("block_size", [1, 4, 16, 256])
 def test_attention_twin(dtype, tolerance, block_size):
-    b = example_batch([1, 5, 17, 0, 9, 16, 12, 3], [1, 1, 1, 1, 9, 4, 2, 3], H=4, Hkv=2, d=24, block_size=block_size, dtype=dtype)
-    torch.testing.assert_close(attend(kernels.TORCH, b).double(), attention_the_slow_way(b), rtol=tolerance, atol=tolerance)
+    b = example_batch([1, 5, 17, 0, 9, 16, 12, 3], [1, 1, 1, 1, 9, 4, 2, 3], H=4, Hkv=2, d=24, block_size=block_size,
+                      dtype=dtype)
+    got, want = attend(kernels.TORCH, b).double(), attention_the_slow_way(b)
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 def test_attention_twin_in_pieces():
@@ -49,8 +53,9 @@ def test_attention_twin_in_pieces():
     b = example_batch([3, 30, 7, 19, 25], [1, 1, 1, 19, 9], H=4, Hkv=1, d=16)
     want = attention_the_slow_way(b).float()
     for buckets, rows in ((1, 1024), (2, 4), (4, 1), (9, 18)):
-        plan = kernels.gather_plan(b.query_start_loc, b.seq_lens, b.block_tables, 16, max_buckets=buckets, chunk_rows=rows)
-        got = kernels.paged_attention(b.q, b.k_cache, b.v_cache, b.query_start_loc, b.seq_lens, b.block_tables, b.scale, plan)
+        where = b.query_start_loc, b.seq_lens, b.block_tables
+        plan = kernels.gather_plan(*where, 16, max_buckets=buckets, chunk_rows=rows)
+        got = kernels.paged_attention(b.q, b.k_cache, b.v_cache, *where, b.scale, plan)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -67,8 +72,9 @@ def test_row_twins():
 
 def test_rope_twin_turns_pairs_in_the_complex_plane():
     x, angles = torch.randn(5, 3, 8, dtype=torch.float64), torch.rand(5, 4, dtype=torch.float64)
-    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(5, 1, 4, dtype=torch.float64), angles[:, None])
-    torch.testing.assert_close(kernels.apply_rope(x, angles.cos(), angles.sin()), torch.cat((turned.real, turned.imag), -1))
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    got = kernels.apply_rope(x, angles.cos(), angles.sin())
+    torch.testing.assert_close(got, torch.cat((turned.real, turned.imag), -1))
 
 
 def test_kv_write_twin():
@@ -89,8 +95,11 @@ def test_kv_write_twin():
 # -- The kernels, in processes of their own ---------------------------------------------------------------------------
 
 def run(*command, interpret=False):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
-    done = subprocess.run([sys.executable, *command], env=env, cwd=HERE.parent, capture_output=True, text=True, timeout=580)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if interpret:
+        env["TRITON_INTERPRET"] = "1"
+    done = subprocess.run([sys.executable, *command], env=env, cwd=HERE.parent, capture_output=True, text=True,
+                          timeout=580)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -155,12 +164,14 @@ class TestGPU:
     TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
     def equal(self, got, want, dtype):
-        torch.testing.assert_close(got.cpu().float(), want.float(), rtol=self.TOLERANCE[dtype], atol=self.TOLERANCE[dtype])
+        tolerance = self.TOLERANCE[dtype]
+        torch.testing.assert_close(got.cpu().float(), want.float(), rtol=tolerance, atol=tolerance)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("d, block_size", [(16, 16), (24, 1), (64, 4), (80, 24), (96, 32), (128, 16), (256, 256)])
     def test_attention(self, dtype, d, block_size):
-        b = example_batch([1, 17, 600, 2000, 33, 700, 0], [1, 1, 1, 1, 33, 90, 1], d=d, block_size=block_size, dtype=dtype)
+        b = example_batch([1, 17, 600, 2000, 33, 700, 0], [1, 1, 1, 1, 33, 90, 1], d=d, block_size=block_size,
+                          dtype=dtype)
         want = attend(kernels.TORCH, b)
         self.equal(attend(kernels.TRITON, to_gpu(b)), want, dtype)
 
@@ -206,7 +217,7 @@ class TestGPU:
         assert all(torch.equal(x, y) for x, y in zip(small.out, large.out))
 
     def test_decodes_in_a_cuda_graph(self):
-        """Captured once, replayed over other lengths and tables written into the same tensors: equal to eager, bit for bit."""
+        """Captured once, replayed over other lengths written into the same tensors: equal to eager, bit for bit."""
         b = to_gpu(example_batch([900, 5, 40, 0], [1, 1, 1, 1], H=8, Hkv=1, d=128, dtype=torch.bfloat16))
         attend(kernels.TRITON, b)
         torch.cuda.synchronize()
