@@ -5,8 +5,7 @@ Mirrors   vLLM: v1/executor/multiproc_executor.py:103 MultiprocExecutor, v1/work
           vLLM: distributed/parallel_state.py:380 GroupCoordinator
 Promises  one `execute(batch) -> logits` whatever the tensor-parallel size. A rank that dies or raises ends the run
           in seconds with a WorkerError that names it; no process outlives its driver.
-Leaves out more than one host; pipeline, data and expert parallelism; CUDA graphs around collectives; a time limit for a
-          rank that neither dies nor answers.
+Leaves out more than one host; pipeline, data, expert parallelism; a time limit for a rank that neither dies nor answers.
 Order     1 Worker: one rank.  2 SharedMemoryComm: what an all-reduce is.  3 ProcessGroupComm: the same by NCCL or gloo.
           4 worker_main: the life of ranks 1 … N-1.  5 TensorParallelExecutor: rank 0, in the driver's process.
           6 shard_report: what each rank holds.
@@ -19,6 +18,7 @@ import gc
 import math
 import os
 import platform
+import shutil
 import signal
 import sys
 import tempfile
@@ -28,7 +28,6 @@ import traceback
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -73,8 +72,8 @@ class Worker:
 
 @contextmanager
 def interrupts_wait():
-    """Hold Ctrl-C back until the step is through; a second one goes through at once. Half a step would leave KV blocks
-    that are published already, for others to hit, but never written; and the ranks out of line."""
+    """Hold Ctrl-C back until the step is through; a second one goes through at once. Half a step would leave the ranks
+    out of line, and KV blocks that are published already, for others to hit, but never written."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield                                        # not ours to handle, or held already
@@ -120,10 +119,10 @@ class SharedMemoryComm:
     who takes one sees all that was written before it was released. vLLM takes a lock on every machine:
     vLLM: distributed/device_communicators/shm_broadcast.py:79 memory_fence
 
-    Waiting: with a core for every rank and one to spare, look again and again, offering the core to others in between;
-    after SPINS looks, and at once where ranks share cores, nap, longer and longer, so that an idle engine costs next to
-    nothing. (On shared cores yielding queues a rank behind all that want to run; a sleeper is let in when it wakes.)
-    `watch()` is called in between and raises when there is nothing left to wait for: that bounds every wait.
+    Waiting: with a core for every rank and one to spare, look again and again, yielding in between; after SPINS looks,
+    and at once where ranks share cores, nap, longer and longer, so that an idle engine costs next to nothing. (On shared
+    cores who yields queues behind all that want to run; a sleeper is let in when it wakes.) Now and then `watch()` is
+    called, which raises when there is nothing left to wait for: that bounds every wait.
     vLLM: distributed/device_communicators/cpu_communicator.py:234 _CPUSHMDistributed (in C++); for the broadcast
     vLLM: distributed/device_communicators/shm_broadcast.py:465 MessageQueue, which pickles into a ring of many slots.
     """
@@ -172,7 +171,7 @@ class SharedMemoryComm:
         return x if parts is None else parts.view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
     def broadcast(self, message=None):
-        """Rank 0 passes int64 numbers [n], of which the first is n, the others nothing  →  the numbers, on every rank."""
+        """Rank 0 passes int64 numbers [n], the first of them n, the others nothing  →  the numbers, on every rank."""
         if self.rank == 0:
             for piece, slots in self._pieces(message):
                 self._post(slots[0], piece)
@@ -257,12 +256,12 @@ class ProcessGroupComm:
 
     The ranks meet through a file. The group is not torch's global one, so that a process may hold several engines.
     vLLM: distributed/device_communicators/cuda_communicator.py:29 CudaCommunicator, which for small messages prefers
-    one kernel that reads the other GPUs' memory directly, just what SharedMemoryComm does among processes:
+    a kernel that reads the other GPUs' memory, just what SharedMemoryComm does among processes:
     vLLM: distributed/device_communicators/custom_all_reduce.py:56 CustomAllreduce
     """
 
     def __init__(self, backend, path, rank, size, device):
-        store, self.num_collectives, self.size = dist.FileStore(str(path), size), 0, size
+        store, self.num_collectives, self.size = dist.FileStore(path, size), 0, size
         if backend == "nccl":
             torch.cuda.set_device(device)
             self.group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
@@ -368,18 +367,20 @@ class TensorParallelExecutor:
         self.size, self.kind, self.ready, self.reason = size, kind, False, "it was closed"
         self.worker = self.comm = None
         self.channel = SharedMemoryComm(SharedMemoryComm.new_area(size), 0, size, self._watch, locks)
-        self.scratch = tempfile.TemporaryDirectory(prefix="nano-serve-")
-        path = Path(self.scratch.name) / "rendezvous"
+        scratch = None if collectives == "shm" else tempfile.mkdtemp(prefix="nano-serve-")
+        path = scratch and f"{scratch}/rendezvous"
         devices = [f"cuda:{r}" if kind == "cuda" else "cpu" for r in range(size)]
         area, load = self.channel.area, lambda rank: (folder, dtype, devices[rank], attention_backend)
         self.processes = [context.Process(target=worker_main, name=f"nano-serve rank {rank}", daemon=True, args=(
             rank, size, area, locks, collectives, path, os.getpid(), *load(rank))) for rank in range(1, size)]
         # Runs once: by close(), when the executor is garbage, or when the interpreter ends, whichever is first.
-        self._shut_down = weakref.finalize(self, _shut_down, self.channel.flags, area, self.processes, self.scratch,
+        self._shut_down = weakref.finalize(self, _shut_down, self.channel.flags, area, self.processes, scratch,
                                            os.getpid())
         with self._together():
-            gc.freeze()                          # a forked child must not collect the driver's garbage: a process group's
-            try:                                 # destructor, say, would wait there for threads that only the driver has
+            # A forked child must not collect the driver's garbage: the destructor of a process group, say, would wait
+            # there for threads that only the driver has.
+            gc.freeze()
+            try:
                 for process in self.processes:
                     process.start()
             finally:
@@ -408,9 +409,8 @@ class TensorParallelExecutor:
         are in the middle of it somewhere, and can't be brought back in line.
         """
         with interrupts_wait(), self._together():
-            message = pack(batch)
-            self.channel.broadcast(message)
-            logits = self.worker.execute(unpack(message, self.worker.device) if self.kind == "cuda" else batch)
+            self.channel.broadcast(pack(batch))
+            logits = self.worker.execute(ForwardBatch(*(getattr(batch, name).to(self.worker.device) for name in FIELDS)))
             if self.kind == "cuda":              # a dead peer leaves NCCL's kernels waiting for ever: look, don't block
                 done = torch.cuda.Event()
                 done.record()
@@ -439,7 +439,7 @@ class TensorParallelExecutor:
 
     @contextmanager
     def _together(self):
-        """Around everything that involves the other ranks: one thread, and no survivors if it fails."""
+        """Around all that involves other ranks: one thread, and no survivors if it fails."""
         if not self._shut_down.alive:
             raise WorkerError(f"this executor has no workers any more: {self.reason}")
         threads = torch.get_num_threads()
@@ -471,7 +471,8 @@ def _shut_down(flags, area, processes, scratch, owner):
                 getattr(process, insist)()
         for process in started:
             process.join(max(deadline - time.monotonic(), 0))
-    scratch.cleanup()
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size):

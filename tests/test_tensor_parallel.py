@@ -1,7 +1,7 @@
-"""Tensor parallel: any number of ranks gives the tokens of one, and nothing that happens to a rank hangs or leaves a process behind.
+"""Tensor parallel: any number of ranks gives the tokens of one; whatever a rank does, nothing hangs or is left.
 
-Every test ends with no child process left (`no_survivors`). The KV pool of every rank is full of NaN from the start: ranks are
-forked, so they inherit the patched KVCache. What a child shall do wrong is patched in before the fork, too.
+Every test ends with no child process left (`no_survivors`). The KV pool of every rank is full of NaN from the start:
+ranks are forked, so they inherit the patched KVCache. What a child shall do wrong is patched in before the fork, too.
 """
 import gc
 import json
@@ -31,7 +31,7 @@ from worker import SharedMemoryComm, TensorParallelExecutor, WorkerError, make_e
 
 OPTIONS = dict(block_size=4, num_kv_blocks=101, dtype="float32", device="cpu")
 PREFIX = prompts_of(1, seed=7, low=13, high=13)[0]
-PROMPTS = prompts_of(4) + [PREFIX + tail for tail in prompts_of(3, seed=1, low=1, high=9)]      # the last three share 13 tokens
+PROMPTS = prompts_of(4) + [PREFIX + tail for tail in prompts_of(3, seed=1, low=1, high=9)]      # three share 13 tokens
 
 
 def children():
@@ -62,7 +62,7 @@ def executor_of(folder, size, blocks=40, **how):
 
 
 def batch_of(*sequences, device="cpu"):
-    """A ForwardBatch: sequences are (token ids, how many of them are computed already), each in blocks of its own, block size 4."""
+    """A ForwardBatch: sequences are (token ids, how many are computed), each in its own blocks, block size 4."""
     flat, positions, slots, starts, lens, tables, ends, block = [], [], [], [0], [], [], [], 1
     for tokens, computed in sequences:
         table = list(range(block, block + 10))
@@ -100,7 +100,8 @@ def logits_of(executor, prompts, steps=3):
 # -- What can't be cut is refused -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name, size, possible", [
-    ("gqa3", 4, "1, 2, 6"), ("gqa3", 3, "1, 2, 6"), ("gqa", 8, "1, 2, 4"), ("gqa", 0, "1, 2, 4"), ("mqa", -2, "1, 2, 4")])
+    ("gqa3", 4, "1, 2, 6"), ("gqa3", 3, "1, 2, 6"), ("gqa", 8, "1, 2, 4"), ("gqa", 0, "1, 2, 4"),
+    ("mqa", -2, "1, 2, 4")])
 def test_sizes_that_do_not_divide_are_refused_before_any_process_starts(monkeypatch, name, size, possible):
     monkeypatch.setattr(worker, "load_model", None)          # not even loading is attempted
     with pytest.raises(ValueError, match=f"--tensor-parallel-size {size} .*possible: {possible}$"):
@@ -119,7 +120,7 @@ def test_more_ranks_than_gpus_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("name, size", [("gqa", 2), ("bias", 4), ("mqa", 4), ("all", 2), ("gqa3", 6)])
 def test_ranks_read_only_their_slices(monkeypatch, name, size):
-    """What load_model takes out of the file is, in numbers, what the rank holds; and the ranks' pieces add up to every tensor."""
+    """load_model takes as many numbers out of the file as the rank holds; the pieces add up to every tensor."""
     taken = []
 
     class Spy:
@@ -166,7 +167,8 @@ def test_ranks_read_only_their_slices(monkeypatch, name, size):
             q, k, v = (full[:H * d], full[H * d:(H + Hkv) * d], full[(H + Hkv) * d:])
             for r, part in enumerate(parts):
                 g = r * Hkv // size                          # its first KV head
-                assert torch.equal(part, torch.cat([q[r * h * d:(r + 1) * h * d], k[g * d:(g + hkv) * d], v[g * d:(g + hkv) * d]]))
+                cut = q[r * h * d:(r + 1) * h * d], k[g * d:(g + hkv) * d], v[g * d:(g + hkv) * d]
+                assert torch.equal(part, torch.cat(cut))
         elif "gate_up_proj" in path:
             assert torch.equal(torch.cat([p[:I // size] for p in parts] + [p[I // size:] for p in parts]), full)
         elif path.endswith(("o_proj.weight", "down_proj.weight")):
@@ -180,7 +182,7 @@ def test_ranks_read_only_their_slices(monkeypatch, name, size):
 # -- Tokens and logits are those of one rank --------------------------------------------------------------------------
 
 def toy_of(name):
-    if name == "eight":                                      # 8 heads over 4 KV heads, a vocabulary that no size divides
+    if name == "eight":                                      # 8 heads over 4 KV heads, a vocabulary of prime size
         return _made(name, num_attention_heads=8, num_key_value_heads=4, vocab_size=101)
     if name == "three":                                      # what three ranks can share; heads wider than D / H
         return _made(name, hidden_size=48, num_attention_heads=6, num_key_value_heads=3, head_dim=12, vocab_size=97)
@@ -196,13 +198,13 @@ def _made(name, **config):
     return _MADE[name]
 
 
-MODELS = [("gqa", 2), ("gqa", 4), ("mqa", 2), ("bias", 2), ("all", 4), ("tied", 2), ("wide_head", 2), ("gqa3", 6), ("eight", 4),
-          ("eight", 8), ("three", 3)]
+MODELS = [("gqa", 2), ("gqa", 4), ("mqa", 2), ("bias", 2), ("all", 4), ("tied", 2), ("wide_head", 2), ("gqa3", 6),
+          ("eight", 4), ("eight", 8), ("three", 3)]
 
 
 @pytest.mark.parametrize("name, size", MODELS)
 def test_logits(name, size):
-    """Within 1e-4 of one rank's and of transformers', and exactly as wide as the vocabulary: no padding, nothing counted twice."""
+    """Within 1e-4 of one rank's and of transformers', just as wide as the vocabulary: no padding in it."""
     folder, config = toy_of(name), LlamaConfig.from_folder(toy_of(name))
     one, many = executor_of(folder, 1), executor_of(folder, size)
     prompts = [p[:20] for p in PROMPTS[:3]]
@@ -226,7 +228,8 @@ SERVING = {
 @pytest.mark.parametrize("name, size, serving", [
     ("gqa", 2, "plain"), ("gqa", 4, "chunks, preemption, prefix hits"), ("mqa", 4, "chunks, preemption, prefix hits"),
     ("bias", 2, "chunks, preemption, prefix hits"), ("all", 2, "block size 1, no prefix cache"), ("eight", 8, "plain"),
-    ("eight", 8, "chunks, preemption, prefix hits"), ("three", 3, "chunks, preemption, prefix hits"), ("gqa3", 6, "plain")])
+    ("eight", 8, "chunks, preemption, prefix hits"), ("three", 3, "chunks, preemption, prefix hits"),
+    ("gqa3", 6, "plain")])
 def test_greedy_tokens(name, size, serving):
     folder, n = toy_of(name), 12
     engine = make_engine(folder, tensor_parallel_size=size, **SERVING[serving])
@@ -318,7 +321,7 @@ def program(seed, length=60):
 
 
 def run_program(comm, seed):
-    """Make every call and check every result, dawdling at random so that the ranks overtake one another in ever new ways."""
+    """Make every call and check every result, dawdling at random so that the ranks overtake one another in new ways."""
     rng, size = random.Random(seed * 31 + comm.rank), comm.size
     for op, (kind, shape, dtype) in enumerate(program(seed)):
         if rng.random() < 0.2:
@@ -354,12 +357,13 @@ def comm_main(rank, size, area, locks, seed, outcome):
 @pytest.mark.parametrize("size, slot, locked, seed", [
     (2, 1 << 19, False, 0), (3, 512, False, 1), (8, 512, False, 2), (2, 512, True, 3), (4, 1 << 19, True, 4)])
 def test_shared_memory_under_any_interleaving(monkeypatch, size, slot, locked, seed):
-    """Random programs, random delays, slots so small that most messages come in pieces; `locked`: as on a machine that is not x86."""
+    """Random programs, random delays, slots so small that messages come in pieces; `locked`: as on other than x86."""
     monkeypatch.setattr(SharedMemoryComm, "SLOT", slot)
     context = multiprocessing.get_context("fork")
     area, outcome = SharedMemoryComm.new_area(size), context.Queue()
     locks = [context.Lock() for _ in range(size)] if locked else None
-    ranks = [context.Process(target=comm_main, args=(r, size, area, locks, seed, outcome), daemon=True) for r in range(size)]
+    ranks = [context.Process(target=comm_main, args=(r, size, area, locks, seed, outcome), daemon=True)
+             for r in range(size)]
     for p in ranks:
         p.start()
     try:
@@ -498,7 +502,7 @@ def test_closing():
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
     with pytest.raises(WorkerError, match="it was closed"):
         executor.execute(batch_of((PREFIX, 0)))
-    forgotten = executor_of(toy(), 2)                        # never closed: collected, or else ended with the interpreter
+    forgotten = executor_of(toy(), 2)                        # never closed: collected, or ended with the interpreter
     del forgotten
     gc.collect()
     assert not children()
@@ -530,8 +534,8 @@ def test_two_engines_at_once():
 
 
 def test_workers_leave_the_drivers_garbage_alone(monkeypatch):
-    """Found with gloo: an engine of the past, in a cycle and not collected yet, was collected in a forked worker, and its process group
-    waited for threads that exist in the driver alone. A worker that collects what it inherited would be late here by a minute."""
+    """Found with gloo: an engine of the past, in a cycle and not collected yet, was collected in a forked worker, where
+    its process group waited for threads of the driver. A worker that collects what it inherited is late by a minute."""
     class Group:
         def __init__(self):
             self.cycle, self.owner = self, os.getpid()
@@ -589,7 +593,7 @@ def gone(pids, limit=10.0):
 
 
 def test_after_threads_without_a_main_guard(tmp_path):
-    """The script has tokenized in parallel, multiplied with two threads and asked for CUDA before it forks; and has no main guard."""
+    """The script has tokenized in parallel, used two threads and asked for CUDA before it forks; no main guard."""
     p = script(tmp_path, f"""
         import threading, torch
         torch.cuda.is_available()
@@ -603,7 +607,8 @@ def test_after_threads_without_a_main_guard(tmp_path):
         ids = []
         for tp in (1, 2):
             with LLM(tensor_parallel_size=tp, dtype="float32", device="cpu", num_kv_blocks=64, threads=2) as llm:
-                ids.append(llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].token_ids)
+                output, = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=8))
+                ids.append(output.outputs[0].token_ids)
         print(ids[0] == ids[1], len(ids[0]))
         """)
     out, err = p.communicate(timeout=120)
@@ -616,12 +621,12 @@ ENDLESS = """
     print(*[p.pid for p in llm.engine.executor.processes], flush=True)
     {then}
     """
-GENERATE = "llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)); print('through')"
+GENERATE = "llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))"
 
 
 @pytest.mark.parametrize("then, signals, returncode", [
     ("pass", None, 0), ("sys.exit(3)", None, 3), ("raise KeyError('x')", None, 1), ("import os; os._exit(5)", None, 5),
-    (f"[{GENERATE} for _ in range(1000)]".replace("; print('through')", ""), signal.SIGKILL, -signal.SIGKILL),
+    (f"[{GENERATE} for _ in range(1000)]", signal.SIGKILL, -signal.SIGKILL),
     ("import time; time.sleep(600)", signal.SIGTERM, -signal.SIGTERM)])
 def test_workers_end_with_their_driver(tmp_path, then, signals, returncode):
     """Whichever way it ends: falling off the end without close(), an exception, not even a finally, shot."""
@@ -637,18 +642,19 @@ def test_workers_end_with_their_driver(tmp_path, then, signals, returncode):
 
 @pytest.mark.parametrize("where", ["in a step", "idle"])
 def test_ctrl_c(tmp_path, where):
-    """SIGINT goes to the whole process group, as a terminal sends it. One KeyboardInterrupt, none from a worker; the step is finished
-    first, so the engine is whole and a second request is answered."""
+    """SIGINT goes to the whole process group, as a terminal sends it. One KeyboardInterrupt, none in a worker; the step
+    is finished first, so the engine is whole and a second request is answered."""
+    busy = f"[{GENERATE} for _ in range(1000)]" if where == "in a step" else "import time; time.sleep(600)"
     then = f"""
     try:
-        {"[" + GENERATE.split(";")[0] + " for _ in range(1000)]" if where == "in a step" else "import time; time.sleep(600)"}
+        {busy}
     except KeyboardInterrupt:
         print("interrupted", flush=True)
     outputs = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     print(len(outputs[0].outputs[0].token_ids))
     llm.close()
     """
-    p = script(tmp_path, ENDLESS.format(folder=str(toy()), then="").rstrip() + textwrap.indent(textwrap.dedent(then), "    "))
+    p = script(tmp_path, textwrap.dedent(ENDLESS.format(folder=str(toy()), then="")) + textwrap.dedent(then))
     pids = [int(x) for x in p.stdout.readline().split()]
     time.sleep(0.5)
     os.killpg(p.pid, signal.SIGINT)
@@ -658,7 +664,7 @@ def test_ctrl_c(tmp_path, where):
 
 
 def test_an_uncaught_ctrl_c(tmp_path):
-    p = script(tmp_path, ENDLESS.format(folder=str(toy()), then=f"[{GENERATE.split(';')[0]} for _ in range(1000)]"))
+    p = script(tmp_path, ENDLESS.format(folder=str(toy()), then=f"[{GENERATE} for _ in range(1000)]"))
     pids = [int(x) for x in p.stdout.readline().split()]
     time.sleep(0.5)
     os.killpg(p.pid, signal.SIGINT)
@@ -737,9 +743,9 @@ def test_start_to_first_token():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_running_example_and_where_its_time_goes(capsys):
-    """2050 tokens in, 300 out on the embedded model at TP = 1, 2, 4, 8: the same tokens, and TP=8 within 30 s on two free cores.
+    """2050 tokens in, 300 out on the embedded model at TP = 1, 2, 4, 8: the same tokens; TP=8 in 30 s on two free cores.
 
-    Prints ms a step and where they go: CPU time of all ranks, of which what computing alone takes (measured on rank 0 with
+    Prints ms a step and where they go: CPU time of all ranks, what computing alone takes of it (measured on rank 0 with
     collectives that do nothing), and how long rank 0 spends in collectives, which includes waiting for a core."""
     g = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, 2000, (2050,), generator=g).tolist()
@@ -769,15 +775,16 @@ def test_running_example_and_where_its_time_goes(capsys):
             seconds[size] = end - begin
         lone = worker.Worker(EMBEDDED_MODEL, torch.float32, rank=0, size=size, comm=NoComm())
         lone.init_kv_cache(160, 16)
-        batch = model.ForwardBatch(torch.tensor([5]), torch.tensor([2200]), torch.tensor([16 + 2200]), torch.tensor([0, 1]).int(),
-                                   torch.tensor([2201]).int(), torch.arange(1, 140)[None].int(), torch.tensor([0]))
+        position = torch.tensor([2200])
+        batch = model.ForwardBatch(torch.tensor([5]), position, 16 + position, torch.tensor([0, 1]).int(),
+                                   1 + position.int(), torch.arange(1, 140)[None].int(), torch.tensor([0]))
         used = time.process_time()
         for _ in range(50):
             lone.execute(batch)
         used = (time.process_time() - used) / 50 * 1e3
-        lines.append(f"TP={size}: {end - begin:5.1f} s, prefill {first - begin:.2f} s, {(end - first) / steps * 1e3:5.1f} ms a step; CPU of "
-                     f"all ranks {cpu / steps * 1e3:.1f} ms a step, of which computing {size} x {used:.1f}; rank 0 in collectives "
-                     f"{spent[0] / steps * 1e3:.1f}")
+        lines.append(f"TP={size}: {end - begin:5.1f} s, prefill {first - begin:.2f} s, "
+                     f"{(end - first) / steps * 1e3:5.1f} ms a step; CPU of all ranks {cpu / steps * 1e3:.1f} ms, "
+                     f"of it computing {size} x {used:.1f}; rank 0 in collectives {spent[0] / steps * 1e3:.1f}")
     with capsys.disabled():
         print("\n" + "\n".join(lines))
     assert len(ids[0]) == 300 and all(i == ids[0] for i in ids)
@@ -797,14 +804,15 @@ class NoComm:
 
 @pytest.mark.parametrize("name, size", [("gqa", 1), ("gqa", 4), ("all", 2), ("eight", 8), ("three", 3)])
 def test_report_says_what_a_rank_holds(name, size):
-    """Bytes and shapes of the report against those of the loaded ranks: the largest rank, and no rank holds other kinds."""
+    """Bytes and shapes of the report against those of each loaded rank."""
     config = LlamaConfig.from_folder(toy_of(name))
     report = worker.shard_report(config, size)
     assert json.loads(json.dumps(report)) == report
     for rank in range(size):
         held = load_model(toy_of(name), torch.float32, tp_rank=rank, tp_size=size)
         assert sum(p.nbytes for p in held.parameters()) == report["weight_bytes"]
-        shapes = {k.removeprefix("layers.1."): list(v.shape) for k, v in held.named_parameters() if not k.startswith("layers.0.")}
+        shapes = {k.removeprefix("layers.1."): list(v.shape) for k, v in held.named_parameters()
+                  if not k.startswith("layers.0.")}
         assert shapes == {w["kind"]: w["rank"] for w in report["weights"]}
         assert held.num_kv_heads == report["kv_heads"]
     cache = kv_cache.KVCache(2, 3, 4, report["kv_heads"], config.head_dim, torch.float32, "cpu")
