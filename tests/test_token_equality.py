@@ -652,7 +652,7 @@ def test_any_scenario(scenario):
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, **QUIET)
+@settings(max_examples=600, **QUIET)
 @given(scenarios())
 def test_many_scenarios(scenario):
     play(scenario)
