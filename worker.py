@@ -5,7 +5,7 @@ Mirrors   vLLM: v1/executor/multiproc_executor.py:103 MultiprocExecutor, v1/work
           vLLM: distributed/parallel_state.py:380 GroupCoordinator
 Promises  one `execute(batch) -> logits` whatever the tensor-parallel size. A rank that dies or raises ends the run
           in seconds with a WorkerError that names it; no process outlives its driver.
-Leaves out more than one host; pipeline, data, expert parallelism; a time limit for a rank that neither dies nor answers.
+Leaves out more than one host; pipeline and expert parallelism; a time limit for a rank that neither dies nor answers.
 Order     1 Worker: one rank.  2 SharedMemoryComm: what an all-reduce is.  3 ProcessGroupComm: the same by NCCL or gloo.
           4 worker_main: the life of ranks 1 … N-1.  5 TensorParallelExecutor: rank 0, in the driver's process.
           6 shard_report: what each rank holds.
@@ -120,7 +120,7 @@ class SharedMemoryComm:
     vLLM: distributed/device_communicators/shm_broadcast.py:79 memory_fence
 
     Waiting: with a core for every rank and one to spare, look again and again, yielding in between; after SPINS looks,
-    and at once where ranks share cores, nap, longer and longer, so that an idle engine costs next to nothing. (On shared
+    and at once where ranks share cores, nap, longer and longer, so that an idle engine costs next to nothing. (On such
     cores who yields queues behind all that want to run; a sleeper is let in when it wakes.) Now and then `watch()` is
     called, which raises when there is nothing left to wait for: that bounds every wait.
     vLLM: distributed/device_communicators/cpu_communicator.py:234 _CPUSHMDistributed (in C++); for the broadcast
@@ -300,10 +300,8 @@ def pack(batch):
 def unpack(message, device):
     """pack's inverse, on `device`."""
     T, S, B, n = message[2:6].tolist()
-    token_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices = (
-        message[6:].to(device).split([T, T, T, S + 1, S, S * B, n]))
-    return ForwardBatch(token_ids, positions, slot_mapping, query_start_loc.int(), seq_lens.int(),
-                        block_tables.int().view(S, B), logits_indices)
+    *tokens, starts, lens, tables, ends = message[6:].to(device).split([T, T, T, S + 1, S, S * B, n])
+    return ForwardBatch(*tokens, starts.int(), lens.int(), tables.int().view(S, B), ends)
 
 
 class _Stop(BaseException):
@@ -385,9 +383,8 @@ class TensorParallelExecutor:
                     process.start()
             finally:
                 gc.unfreeze()
-            self.comm = self.channel
-            if collectives != "shm":
-                self.comm = ProcessGroupComm(collectives, path, 0, size, devices[0])
+            self.comm = (self.channel if collectives == "shm" else
+                         ProcessGroupComm(collectives, path, 0, size, devices[0]))
             self.worker = Worker(*load(0), 0, size, self.comm)
             self.channel.barrier()
             self.ready = True
@@ -410,7 +407,8 @@ class TensorParallelExecutor:
         """
         with interrupts_wait(), self._together():
             self.channel.broadcast(pack(batch))
-            logits = self.worker.execute(ForwardBatch(*(getattr(batch, name).to(self.worker.device) for name in FIELDS)))
+            device = self.worker.device
+            logits = self.worker.execute(ForwardBatch(*(getattr(batch, name).to(device) for name in FIELDS)))
             if self.kind == "cuda":              # a dead peer leaves NCCL's kernels waiting for ever: look, don't block
                 done = torch.cuda.Event()
                 done.record()

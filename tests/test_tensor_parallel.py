@@ -743,7 +743,7 @@ def test_start_to_first_token():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_running_example_and_where_its_time_goes(capsys):
-    """2050 tokens in, 300 out on the embedded model at TP = 1, 2, 4, 8: the same tokens; TP=8 in 30 s on two free cores.
+    """2050 tokens in, 300 out on the embedded model at TP = 1, 2, 4, 8: the same tokens; TP=8 in 30 s on two cores.
 
     Prints ms a step and where they go: CPU time of all ranks, what computing alone takes of it (measured on rank 0 with
     collectives that do nothing), and how long rank 0 spends in collectives, which includes waiting for a core."""
