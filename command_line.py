@@ -15,7 +15,7 @@ from pathlib import Path
 from model import LlamaConfig, find_checkpoint
 from nano_serve import LLM, EngineArgs, refused_output
 from scheduler import SamplingParams
-from worker import WorkerError, format_shard_report
+from worker import PUBLISHED, WorkerError, format_shard_report, published_config
 
 
 # -- 1. The options ---------------------------------------------------------------------------------------------------
@@ -35,7 +35,8 @@ def make_parser():
                                           "prompt_token_ids, and SamplingParams fields of their own")
     add("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     add("--chat", action="store_true", help="talk with the model")
-    add("--shards", action="store_true", help="print what each rank of --tensor-parallel-size holds, and stop")
+    add("--shards", action="store_true", help="print what each rank of --tensor-parallel-size holds, and stop;\n"
+        "--model may also be " + ", ".join(PUBLISHED))
     add = parser.add_argument_group("how to answer (vLLM's SamplingParams)").add_argument
     add("--max-tokens", type=int, default=300)
     add("--temperature", type=float, default=0.0)
@@ -255,7 +256,9 @@ def main(argv=None):
         sys.stdout.reconfigure(errors="replace")
     try:
         if args.shards:
-            print(format_shard_report(LlamaConfig.from_folder(find_checkpoint(args.model)), args.tensor_parallel_size))
+            known = args.model in PUBLISHED          # Llama-3-70B and the like: from the published sizes, nothing is loaded
+            config = published_config(args.model) if known else LlamaConfig.from_folder(find_checkpoint(args.model))
+            print(format_shard_report(config, args.tensor_parallel_size))
             return 0
         # What is wrong with the options, the prompts' file or a path is said before a model is loaded.
         defaults = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})

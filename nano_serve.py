@@ -50,7 +50,7 @@ class EngineArgs:
     max_num_batched_tokens: int = option(2048, "token budget (Token 预算) of a step")
     block_size: int = option(16, "tokens a KV block")
     num_kv_blocks: int | None = option(None, "size of the KV pool in blocks, the null block counted")
-    threads: int | None = option(None, "CPU threads of a rank; default: torch's choice, 1 for models under 20 million parameters")
+    threads: int | None = option(None, "CPU threads at TP=1; default: torch's choice, 1 for models under 20 million parameters")
     kv_cache_memory: int = option(1 << 30, "bytes of the KV pool of a rank on a CPU, if --num-kv-blocks is not given")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights and KV pool")
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
@@ -424,7 +424,8 @@ class LLM:
 
     def shard_report(self):
         """What each rank holds, by kind of weight; see worker.shard_report."""
-        return shard_report(self.engine.config, self.engine.args.tensor_parallel_size)
+        model = self.engine.executor.model
+        return shard_report(model.config, model.tp_size, model.norm.weight.dtype)
 
     def close(self):
         self.engine.close()
