@@ -1,7 +1,8 @@
 """The engine and its front door (chapters 1 and 2): requests in, steps until they are done, text out.
 
 Mirrors   vLLM: v1/engine/llm_engine.py:48 LLMEngine, v1/engine/core.py:584 EngineCore.step, entrypoints/llm.py:67 LLM
-Promises  every request's text is what it would be alone, whoever shares its steps; a request that can't run is refused alone.
+Promises  in fp32, and up to a tie of two logits, every request's text is what it would be alone, whoever shares its steps; a request
+          that can't run is refused alone.
 Leaves out async scheduling, LoRA, multimodal input, speculative decoding; the HTTP server is chapter 10's.
 Order     1 EngineArgs: every option once.  2 What comes back.  3 LLMEngine: the step loop, the heart of this file.
           4 LLM: the offline API.
@@ -40,7 +41,7 @@ def option(default, help, **extra):
 
 @dataclass
 class EngineArgs:
-    """Each option under vLLM's name: a keyword of `LLM`, and `--with-dashes` on the command line.  vLLM: engine/arg_utils.py EngineArgs"""
+    """Each option, under vLLM's name where vLLM has it: a keyword of `LLM`, and `--with-dashes` on the command line.  vLLM: engine/arg_utils.py EngineArgs"""
     model: str = option(EMBEDDED_MODEL, "checkpoint folder, or a hub id")
     tensor_parallel_size: int = option(1, "ranks that share the model (TP)", short="-tp")
     dtype: str = option("auto", "auto, float32, bfloat16 or float16; auto on a CPU is float32 for small models")
@@ -50,7 +51,7 @@ class EngineArgs:
     max_num_batched_tokens: int = option(2048, "token budget (Token 预算) of a step")
     block_size: int = option(16, "tokens a KV block")
     num_kv_blocks: int | None = option(None, "size of the KV pool in blocks, the null block counted")
-    threads: int | None = option(None, "CPU threads at TP=1; default: torch's choice, 1 for models under 20 million parameters")
+    threads: int | None = option(None, "CPU threads (with -tp, each rank has one); default: torch's choice, but 1 for models under 20M parameters")
     kv_cache_memory: int = option(1 << 30, "bytes of the KV pool of a rank on a CPU, if --num-kv-blocks is not given")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights and KV pool")
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
@@ -68,18 +69,21 @@ class EngineArgs:
 
 @dataclass
 class Logprob:
-    logprob: float                 # natural logarithm, of the raw logits
+    logprob: float                 # ln of the probability, by the logits before temperature, penalties and cuts
     rank: int                      # 1: the likeliest
     decoded_token: str
 
 
 class RequestMetrics:
     """One request's times, in seconds on the engine's clock; None where the moment hasn't come. Durations as `vllm bench serve` has them.
-    vLLM: v1/metrics/stats.py:218 RequestStateStats"""
+
+    Example: arrival 0, tokens at 0.20, 0.25, 0.35  →  ttft 0.20, itls [0.05, 0.10], tpot 0.075, e2e 0.35.
+    vLLM: v1/metrics/stats.py:218 RequestStateStats
+    """
 
     def __init__(self, request):
         self.arrival_time, self.first_scheduled_time = request.arrival_time, request.first_scheduled_time
-        self.token_times, self.finish_time = request.token_times, request.finish_time
+        self.token_times, self.finish_time = list(request.token_times), request.finish_time
         self.num_preemptions, self.num_cached_tokens = request.num_preemptions, request.num_cached_tokens
 
     first_token_time = property(lambda m: m.token_times[0] if m.token_times else None)
@@ -131,7 +135,7 @@ class LLMEngine:
     """The step loop: schedule, build the batch, run it, sample, hand the tokens back.  vLLM: v1/engine/llm_engine.py:48 LLMEngine
 
     add_request() queues, each step() moves every scheduled request on and returns what changed, until has_unfinished_requests() is
-    False. `records` keeps a StepRecord a step; clock: a callable giving seconds.
+    False. clock: a callable giving seconds. `records` keeps a StepRecord a step and grows with every one: who serves for days empties it.
     """
 
     def __init__(self, args, clock=time.perf_counter):
@@ -148,7 +152,7 @@ class LLMEngine:
             self.config.num_key_value_heads // args.tensor_parallel_size, 1), self.config.head_dim, dtype)
         num_blocks = args.num_kv_blocks or (args.kv_cache_memory // block_bytes if device == "cpu" else None)
         if num_blocks is not None:
-            self.scheduler = self._make_scheduler(num_blocks)
+            self.scheduler = self._make_scheduler(num_blocks, "--num-kv-blocks" if args.num_kv_blocks else "--kv-cache-memory")
         # A small matrix is done before a second thread has woken up, and where the cores are shared the two wait for each other.
         small = sum(math.prod(shape) for shape in param_shapes(self.config).values()) < 20e6
         if device == "cpu" and (args.threads or small):
@@ -157,12 +161,15 @@ class LLMEngine:
         if num_blocks is None:       # on a GPU: what the weights leave of the share that was asked for
             free, total = torch.cuda.mem_get_info()
             num_blocks = int(args.gpu_memory_utilization * total - (total - free)) // block_bytes
-            self.scheduler = self._make_scheduler(num_blocks)
+            self.scheduler = self._make_scheduler(num_blocks, "--gpu-memory-utilization")
         self.executor.init_kv_cache(num_blocks, args.block_size)
         self._live = {}              # request id → _LiveRequest
 
-    def _make_scheduler(self, num_blocks):
+    def _make_scheduler(self, num_blocks, given_by):
         a = self.args
+        if num_blocks < 2:
+            raise ValueError(f"{given_by} leaves {max(num_blocks, 0)} KV blocks of {a.block_size} tokens; at least 2 are needed, one being "
+                             "the null block")
         manager = KVCacheManager(num_blocks, a.block_size, a.enable_prefix_caching)
         model_len = self.config.max_position_embeddings
         if a.max_model_len is not None and a.max_model_len > model_len:
@@ -217,47 +224,59 @@ class LLMEngine:
         self.scheduler.abort_request(request_id)
         self._live.pop(request_id, None)
 
+    def is_alive(self, request_id):
+        return request_id in self._live
+
     def has_unfinished_requests(self):
         return self.scheduler.has_unfinished_requests()
 
     def step(self):
         """One step for everybody who is scheduled; returns a RequestOutput for each request that got a token or failed."""
+        start = self.clock()
+        if not self.has_unfinished_requests():
+            return []
+        with self._whole_or_not_at_all():
+            # 1) Who computes how many tokens?  → scheduler.py
+            output = self.scheduler.schedule()
+            for request in output.scheduled_requests:
+                if request.first_scheduled_time is None:
+                    request.first_scheduled_time = start
+            # schedule() has counted this step's tokens as computed already. Whoever has now computed all that is known gets a new
+            # token; a chunk that stops short of the end predicts a token that is known, so nobody looks at its logits.
+            ends = [r for r in output.scheduled_requests if r.num_computed_tokens == r.num_tokens]
+            sampled, logprobs, errors = {}, {}, {}
+            if output.scheduled_requests:            # an empty plan is possible: by priority, the only runner may preempt itself
+                # 2) The plan as tensors  → build_batch, below.   3) The forward pass  → worker.py, model.py
+                logits = self.executor.execute(build_batch(output, self.scheduler.kv_cache_manager, self.device))    # [S', V]
+                # 4) One token for each row that has one to come  → model.py, section 5
+                for request, token_id in zip(ends, sample(logits, ends) if ends else ()):
+                    if token_id is None:
+                        errors[request.request_id] = "the model's logits are not finite (NaN or inf); try --dtype float32 or bfloat16"
+                        self.scheduler.finish_request(request.request_id, "error")
+                    else:
+                        sampled[request.request_id] = token_id
+                logprobs = self._logprobs(logits, ends, sampled)
+            # 5) Append, stop?, free  → scheduler.py.   6) The token as text, and what the caller sees  → text.py
+            now = self.clock()
+            self.scheduler.update_from_output(output, sampled)
+            results = [self._advance(self._live[r.request_id], sampled.get(r.request_id), logprobs, errors, now) for r in ends]
+            finished = [r.request_id for r in results if r.finished]
+            self.records.append(self.scheduler.make_record(len(self.records), output, sampled, start, self.clock() - start, finished))
+            if self.args.check_invariants:
+                check_invariants(self.scheduler)
+        return results
+
+    @contextlib.contextmanager
+    def _whole_or_not_at_all(self):
+        """The scheduler counts a step's tokens, and publishes their blocks to the prefix cache, before the step has run. If it then
+        doesn't run to its end (Ctrl-C, a dead rank), those blocks hold nothing: no request may go on, and no lookup may find them."""
         try:
-            return self._step()
+            yield
         except BaseException:
-            # The scheduler counts a step's tokens, and publishes their blocks to the prefix cache, before the step has run. If it
-            # then doesn't run to its end (Ctrl-C, a dead rank), those blocks hold nothing: no request may go on, no lookup find them.
             for request_id in list(self.scheduler.requests):
                 self.abort_request(request_id)
             self.scheduler.kv_cache_manager.reset_prefix_cache()
             raise
-
-    def _step(self):
-        start = self.clock()
-        output = self.scheduler.schedule()
-        for request in output.scheduled_requests:
-            if request.first_scheduled_time is None:
-                request.first_scheduled_time = start
-        # Only a chunk that reaches the end of the known tokens predicts something new; the others' last row is thrown away.
-        ends = [r for r in output.scheduled_requests if r.num_computed_tokens == r.num_tokens]
-        sampled, logprobs, errors = {}, {}, {}
-        if output.scheduled_requests:                # an empty plan is possible: by priority, the only runner may preempt itself
-            logits = self.executor.execute(build_batch(output, self.scheduler.kv_cache_manager, self.device))    # [S', V]
-            for request, token_id in zip(ends, sample(logits, ends) if ends else ()):
-                if token_id is None:
-                    errors[request.request_id] = "the model's logits are not finite (NaN or inf); try --dtype float32 or bfloat16"
-                    self.scheduler.finish_request(request.request_id, "error")
-                else:
-                    sampled[request.request_id] = token_id
-            logprobs = self._logprobs(logits, ends, sampled)
-        now = self.clock()
-        self.scheduler.update_from_output(output, sampled)
-        results = [self._advance(self._live[r.request_id], sampled.get(r.request_id), logprobs, errors, now) for r in ends]
-        finished = [r.request_id for r in results if r.finished]
-        self.records.append(self.scheduler.make_record(len(self.records), output, sampled, start, self.clock() - start, finished))
-        if self.args.check_invariants:
-            check_invariants(self.scheduler)
-        return results
 
     def _advance(self, live, token_id, logprobs, errors, now):
         """Give one request its token: the text, the stop strings, the result. The token is in request.output_token_ids already."""
@@ -265,8 +284,9 @@ class LLMEngine:
         shown = detokenizer.shown
         if token_id is not None:
             request.token_times.append(now)
-            by_token = request.finish_reason == "stop"           # ended by EOS or a stop id: that token has no text
-            stop = detokenizer.append(token_id, request.finish_reason is not None, show_token=not by_token)
+            by_token = request.finish_reason == "stop"           # ended by EOS or a stop id: that token's text is not shown
+            show = not by_token or request.sampling_params.include_stop_str_in_output
+            stop = detokenizer.append(token_id, request.finish_reason is not None, show_token=show)
             if stop is not None:                                 # on the last allowed token, too: then "stop", not "length"
                 self.scheduler.finish_request(request.request_id, "stop", stop)
                 request.finish_reason, request.stop_reason = "stop", stop
@@ -277,7 +297,7 @@ class LLMEngine:
             del self._live[request.request_id]
         text = detokenizer.text[:detokenizer.shown]
         return RequestOutput(request.request_id, live.prompt, request.prompt_token_ids, [CompletionOutput(
-            0, text, list(request.output_token_ids), text[shown:], live.logprobs, request.finish_reason, request.stop_reason)],
+            0, text, list(request.output_token_ids), text[shown:], live.logprobs and list(live.logprobs), request.finish_reason, request.stop_reason)],
             request.finish_reason is not None, RequestMetrics(request), errors.get(request.request_id))
 
     def _logprobs(self, logits, ends, sampled):
@@ -301,7 +321,7 @@ def _check_options(args):
             raise ValueError(f"--{name} {getattr(args, name)!r} is unknown; it is one of {', '.join(choices)}")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch sees no GPU here; --device cpu (or auto) needs none")
-    for name in ("block_size", "num_kv_blocks", "kv_cache_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+    for name in ("block_size", "num_kv_blocks", "kv_cache_memory", "threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -358,7 +378,7 @@ class LLM:
 
     def __init__(self, model=EMBEDDED_MODEL, **options):
         self.engine = LLMEngine(EngineArgs(model, **options))
-        self._next_id = 0
+        self._next_id, self._mail = 0, {}        # _mail: request id → outputs that its stream has not taken yet
 
     def generate(self, prompts, sampling_params=None, use_tqdm=False):
         """prompts: one or a list, each a string, token ids, or a dict as for LLMEngine.add_request; sampling_params: one SamplingParams
@@ -374,9 +394,9 @@ class LLM:
         for outputs in final:        # n answers to one prompt become one result
             outputs.sort(key=lambda o: o.outputs[0].index)
             outputs[0].outputs = [o.outputs[0] for o in outputs]
+            outputs[0].error = next((o.error for o in outputs if o.error), None)
             if outputs[0].error:
-                how = "failed" if outputs[0].metrics else "refused"
-                warnings.warn(f"request {outputs[0].request_id} {how}: {outputs[0].error}", stacklevel=2)
+                warnings.warn(f"request {outputs[0].request_id}: {outputs[0].error}", stacklevel=2)
         return [outputs[0] for outputs in final]
 
     def stream(self, prompts, sampling_params=None):
@@ -400,18 +420,26 @@ class LLM:
                     request_id, self._next_id = str(self._next_id), self._next_id + 1
                     try:
                         engine.add_request(request_id, prompts[index], p)
-                        ours[request_id] = index, j
+                        ours[request_id], self._mail[request_id] = (index, j), []
                     except RequestRefused as refusal:
                         yield index, refused_output(request_id, j, prompts[index], str(refusal))
-                for output in engine.step() if todo or ours else ():
-                    if output.request_id in ours:                   # not one that someone else gave to the same engine
-                        index, output.outputs[0].index = ours[output.request_id]
+                # Two streams may run on one engine, so a step of the one brings tokens to the other's requests, too.
+                if not any(self._mail[i] for i in ours):
+                    for output in engine.step():
+                        if output.request_id in self._mail:
+                            self._mail[output.request_id].append(output)
+                for request_id in list(ours):
+                    index, j = ours[request_id]
+                    mail, self._mail[request_id] = self._mail[request_id], []
+                    for output in mail or ([] if engine.is_alive(request_id) else [_ended_output(request_id, "abort")]):
+                        output.outputs[0].index = j
                         if output.finished:
-                            del ours[output.request_id]
+                            del ours[request_id], self._mail[request_id]
                         yield index, output
         finally:
             for request_id in ours:
                 engine.abort_request(request_id)
+                del self._mail[request_id]
 
     def chat(self, messages, sampling_params=None, use_tqdm=False):
         """messages: a conversation [{"role": …, "content": …}, …] or a list of conversations; answers as generate() gives them."""
@@ -443,8 +471,14 @@ def _as_list(prompts):
 
 
 def refused_output(request_id, j, prompt, message):
-    text = prompt if isinstance(prompt, str) else None
-    return RequestOutput(request_id, text, [], [CompletionOutput(j, "", [], finish_reason="error")], True, None, message)
+    output = _ended_output(request_id, "error", j)
+    output.prompt, output.error = prompt if isinstance(prompt, str) else None, message
+    return output
+
+
+def _ended_output(request_id, finish_reason, j=0):
+    """The result of a request that ended without a step: refused, or aborted from elsewhere."""
+    return RequestOutput(request_id, None, [], [CompletionOutput(j, "", [], finish_reason=finish_reason)], True)
 
 
 @contextlib.contextmanager
