@@ -124,13 +124,15 @@ def test_silu_and_mul(T, I, dtype):
     both(lambda ops: ops.silu_and_mul(x), dtype)
 
 
-@quick
+@pytest.mark.parametrize("layout", range(4))
+@settings(quick, max_examples=5)
 @given(lens=st.lists(st.sampled_from([0, 1, 3, 4, 5, 9]), min_size=1, max_size=4), Hkv=st.sampled_from([1, 2]),
        G=st.sampled_from([1, 4, 8]), d=st.sampled_from([2, 24, 64, 80, 256]), block_size=st.sampled_from([1, 4, 24]),
-       dtype=st.sampled_from(DTYPES), layout=st.integers(0, 2))
-def test_rope_and_write_kv(lens, Hkv, G, d, block_size, dtype, layout):
+       dtype=st.sampled_from(DTYPES))
+def test_rope_and_write_kv(layout, lens, Hkv, G, d, block_size, dtype):
     """Rotated q; the whole pool afterwards, so that nothing else was written; padding (slot -1) written nowhere.
-    Layouts of the pool: the model's; heads outside of slots; heads with guard values around each."""
+    Layouts of the pool: the model's; heads outside of slots; heads with guard values around each; elements outside of
+    heads."""
     b = example_batch(lens, [max(n, 1) for n in lens], H=G * Hkv, Hkv=Hkv, d=d, block_size=block_size, dtype=dtype)
     pools = {}
     for ops in (TWIN, KERNEL):
@@ -139,6 +141,8 @@ def test_rope_and_write_kv(lens, Hkv, G, d, block_size, dtype, layout):
             cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
         elif layout == 2 and ops is KERNEL:
             cache = torch.nn.functional.pad(cache, (3, 5), value=7.0)[..., 3:-5]
+        elif layout == 3 and ops is KERNEL:
+            cache = cache.transpose(3, 4).contiguous().transpose(3, 4)
         pools[ops.name] = cache
         b.k_cache, b.v_cache = cache
         if ops is TWIN:
@@ -266,9 +270,10 @@ def test_very_low_scores_lose_to_no_sentinel():
 def test_pools_of_any_layout():
     b = example_batch([70, 33, 20], [1, 9, 20], d=24, block_size=4)
     dense = attend(KERNEL, b)
-    for k, v in (torch.nn.functional.pad(torch.stack((b.k_cache, b.v_cache)), (1, 1), value=torch.nan)[..., 1:-1],
-                 torch.stack((b.k_cache, b.v_cache)).transpose(2, 3).contiguous().transpose(2, 3)):
-        b.k_cache, b.v_cache = k, v
+    pool = torch.stack((b.k_cache, b.v_cache))                                           # [2, N, bs, Hkv, d]
+    for other in (torch.nn.functional.pad(pool, (1, 1), value=torch.nan)[..., 1:-1],
+                  pool.transpose(2, 3).contiguous().transpose(2, 3), pool.transpose(3, 4).contiguous().transpose(3, 4)):
+        b.k_cache, b.v_cache = other
         assert torch.equal(attend(KERNEL, b), dense)
     b.q = b.q.transpose(0, 1).contiguous().transpose(0, 1)
     b.block_tables = b.block_tables.T.contiguous().T
