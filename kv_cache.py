@@ -138,15 +138,15 @@ def hash_block_tokens(parent_block_hash: bytes, token_ids: list[int]) -> bytes:
 class BlockPool:
     """Every block of the KV memory: the free ones in order of reuse, and the full ones by name.
 
-    Block 0 is the null block (空块): taken out at the start, never handed out, never cached. Padding points at it, so a
-    padded slot can be written without harm to anybody.
+    Block 0 is the null block (空块): taken out at the start, never handed out, never cached. It fills up the
+    shorter rows of a batch's block_tables, and nothing reads or writes it.
 
     Example (block size 4, 9 blocks; front of the free list at the left), the life of two sequences:
       A takes 1 2 3 4, its first three full; B takes 5 6, the first full      free: 7 8
       A ends: 4 has no name → front; 3 2 1 keep theirs → back, tail first     free: 4 7 8 3 2 1
       B ends: 6 → front, 5 → back                                             free: 6 4 7 8 3 2 1 5
-      C starts like A and hits 1 2: they leave the list                       free: 6 4 7 8 3 5
-      D takes four: 6 4 7 8. A's block 3 and B's block 5 are still cached     free: 3 5
+      C starts like A, hits 1 2 (they leave the list) and takes 6             free: 4 7 8 3 5
+      D takes three: 4 7 8. A's block 3 and B's block 5 are still cached      free: 3 5
     vLLM: v1/core/block_pool.py:143 BlockPool
     """
 
@@ -234,7 +234,7 @@ class KVCacheManager:
     `num_blocks` counts the null block. A request is known by its `request_id`, and only while it holds blocks.
 
     Example, block size 4, a prompt of ten tokens in an empty pool, then one output token a step:
-      allocate_slots(request, 10)   table [1, 2, 3], blocks 1 and 2 published; slots 10, 11 of block 3 are still empty
+      allocate_slots(request, 10)   table [1, 2, 3], blocks 1 and 2 published; positions 10 and 11 are still empty
       allocate_slots(request, 1)    position 10 fits                          table [1, 2, 3]
       allocate_slots(request, 1)    position 11 fits and fills block 3        table [1, 2, 3], block 3 published
       allocate_slots(request, 1)    position 12 crosses the boundary          table [1, 2, 3, 4]
@@ -248,7 +248,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.block_pool = BlockPool(num_blocks, enable_prefix_caching)
         self.req_to_block_ids: dict[str, list[int]] = {}  # block tables; entry i holds positions i*block_size onwards
-        self.num_cached_blocks: dict[str, int] = {}       # how many blocks from the start of its table have their name
+        self.num_cached_blocks: dict[str, int] = {}       # blocks published from its table's start (not hits)
 
     @property
     def num_free_blocks(self) -> int:
@@ -355,7 +355,7 @@ class KVCacheManager:
         self.block_pool.free_blocks(reversed(blocks))
         # Preempted in a step that had already scheduled it? That step was to fill these blocks: they are published, and
         # now nobody will write them. Nobody has hit them yet, as a step that preempts admits no one, so it is in time
-        # to take their names away. At any other moment all that is published is written, and the slice is empty.
+        # to take their names away; they stay at the back, where vLLM puts them. At any other moment all that is published is written, and the slice is empty.
         for block in blocks[request.num_computed_tokens // self.block_size:num_cached]:
             self.block_pool.uncache_block(block)
 
@@ -405,7 +405,7 @@ class KVCache:
     Slot s = block_id * block_size + offset is row s of `k[i].flatten(0, 1)`. Block size 4, table [7, 2], position 5 →
     block 2, offset 1 → slot 9. One tensor holds all layers, so that handing a block over is one slice, `k[:,
     block_id]`. Under tensor parallelism each rank holds its own KV heads of every block; the block ids are the same
-    everywhere. dtype: the model's; device: the model's. Raises whatever torch raises when the memory isn't there.
+    everywhere.
     vLLM: v1/worker/gpu_model_runner.py:7312 GPUModelRunner._allocate_kv_cache_tensors (there one tensor a layer,
     several layouts)
     """

@@ -170,12 +170,12 @@ class Piece:
 def weight_plan(config, rank=0, size=1):
     """Every piece that rank `rank` of `size` needs, layer by layer.  vLLM: model_executor/layers/linear.py:1022 QKVParallelLinear,
     which replicates KV heads in the same way; there each layer class has a weight_loader instead of this one list."""
-    c, D, d = config, config.hidden_size, config.head_dim
-    H, Hkv, I = c.num_attention_heads * d, c.num_key_value_heads * d, c.intermediate_size
+    c, D, I, d = config, config.hidden_size, config.intermediate_size, config.head_dim
+    q_rows, kv_rows = c.num_attention_heads * d, c.num_key_value_heads * d
     cut = lambda n: (n * rank // size, n * (rank + 1) // size)
     # More ranks than KV heads: 2 heads over 8 ranks → ranks 0-3 hold head 0, ranks 4-7 head 1. Their query heads are
     # just those of that KV head, so nothing else changes.
-    kv = cut(Hkv) if size <= c.num_key_value_heads else tuple(d * (c.num_key_value_heads * rank // size + i) for i in (0, 1))
+    kv = cut(kv_rows) if size <= c.num_key_value_heads else tuple(d * (c.num_key_value_heads * rank // size + i) for i in (0, 1))
     rows = padded_vocab(c, size) // size
     vocab = min(rows * rank, c.vocab_size), min(rows * (rank + 1), c.vocab_size)
     plan = [Piece("embed_tokens.weight", "model.embed_tokens.weight", (c.vocab_size, D), 0, *vocab, 0)]
@@ -197,8 +197,9 @@ def weight_plan(config, rank=0, size=1):
     for i in range(c.num_hidden_layers):
         at, hf = f"layers.{i}", f"model.layers.{i}"
         plan.append(Piece(f"{at}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (D,), 0, 0, D, 0))
-        fused(f"{at}.qkv_proj", f"{hf}.self_attn", [("q_proj", H, cut(H)), ("k_proj", Hkv, kv), ("v_proj", Hkv, kv)], D, c.attention_bias)
-        input_cut(f"{at}.o_proj", f"{hf}.self_attn.o_proj", H, c.attention_bias)
+        fused(f"{at}.qkv_proj", f"{hf}.self_attn", [("q_proj", q_rows, cut(q_rows)), ("k_proj", kv_rows, kv), ("v_proj", kv_rows, kv)],
+              D, c.attention_bias)
+        input_cut(f"{at}.o_proj", f"{hf}.self_attn.o_proj", q_rows, c.attention_bias)
         plan.append(Piece(f"{at}.post_attention_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (D,), 0, 0, D, 0))
         fused(f"{at}.gate_up_proj", f"{hf}.mlp", [("gate_proj", I, cut(I)), ("up_proj", I, cut(I))], D, c.mlp_bias)
         input_cut(f"{at}.down_proj", f"{hf}.mlp.down_proj", I, c.mlp_bias)
@@ -251,7 +252,7 @@ class Llama(nn.Module):
     """Rank `tp_rank` of the model.  vLLM: model_executor/models/llama.py:446 LlamaForCausalLM
 
     comm: has `all_reduce(x)` (sum over ranks, returns it) and `gather(x)` (on rank 0 all ranks side by side in the last dimension);
-    None where tp_size is 1. Its parameters are those of `param_shapes`, uninitialised until `load_model` fills them.
+    None where tp_size is 1. Its parameters are those of `param_shapes`, zeros until `load_model` fills them.
     """
 
     def __init__(self, config, dtype=torch.float32, device="cpu", tp_rank=0, tp_size=1, comm=None, attention_backend="auto"):
@@ -261,6 +262,7 @@ class Llama(nn.Module):
         self.ops = kernels.select_backend(attention_backend, torch.device(device))
         self.num_heads = config.num_attention_heads // tp_size                       # this rank's
         self.num_kv_heads = max(config.num_key_value_heads // tp_size, 1)
+        # One parameter for each name of param_shapes: "layers.0.qkv_proj.weight" becomes self.layers[0].qkv_proj.weight.
         self.layers = nn.ModuleList(nn.Module() for _ in range(config.num_hidden_layers))
         for path, shape in param_shapes(config, tp_rank, tp_size).items():
             *owner, leaf = path.split(".")
@@ -463,7 +465,7 @@ def sample(logits, requests):
     """
     logits = logits.float()                                                          # [S', V]
     if any(adjusts_logits(r) for r in requests):
-        logits = logits.clone()
+        logits = logits.clone()                  # the caller still wants the raw ones, for the log-probabilities
         for row, request in zip(logits, requests):
             if adjusts_logits(request):
                 adjust_logits(row, request)
@@ -481,7 +483,7 @@ LARGE = 1e30             # what a larger parameter is taken for: in fp32 it woul
 
 
 def draw(logits, requests):
-    """Temperature, then min_p, top_k, top_p, then the draw.  logits [n, V] fp32  →  n ids.
+    """Temperature, then top_k and min_p (which commute), then top_p, then the draw.  logits [n, V] fp32  →  n ids.
 
     Walk down the sorted probabilities until the uniform number is used up. The sort is stable, so that of equal
     probabilities the lower id comes first and a cut between them is the same every time.
@@ -497,8 +499,9 @@ def draw(logits, requests):
     cumulative = probs.cumsum(-1, dtype=torch.float64)                               # [n, V]
     u = torch.tensor([[uniform(r.sampling_params.seed, len(r.output_token_ids))] for r in requests],
                      dtype=torch.float64, device=logits.device)
-    index = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)       # [n, 1]; u < 1, so never past the end
-    return ids.gather(1, index.clamp_max(probs.shape[1] - 1)).flatten().tolist()
+    index = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)       # [n, 1]
+    index = index.minimum((probs > 0).sum(-1, keepdim=True) - 1)                     # u < 1, but the product may round up
+    return ids.gather(1, index).flatten().tolist()
 
 
 def uniform(seed, index):
@@ -517,8 +520,7 @@ def adjust_logits(row, request):
     """What changes even a greedy choice; row [V], in place.  vLLM: v1/sample/ops/penalties.py:10 apply_all_penalties"""
     p, outputs = request.sampling_params, request.output_token_ids
     if len(outputs) < p.min_tokens:              # not yet allowed to end: no EOS, no stop token
-        stops = set(p.stop_token_ids or ()) | (set() if p.ignore_eos else request.eos_token_ids)
-        row[sorted(stops)] = -torch.inf
+        row[sorted({*p.stop_token_ids, *request.eos_token_ids})] = -torch.inf        # the latter is empty under ignore_eos
     if p.repetition_penalty != 1:                # over prompt and output; the sign decides which way is "less likely"
         seen = torch.tensor(sorted(set(request.all_token_ids)), device=row.device)
         penalty = min(p.repetition_penalty, LARGE)

@@ -42,8 +42,8 @@ class SamplingParams:
     """How to choose a request's tokens and when to stop; names and defaults are vLLM's.
 
     temperature 0 is greedy; top_k 0 (or -1) and top_p 1.0 keep every token. `stop` is one string or several;
-    `stop_token_ids` end the text after the token, `ignore_eos` lets it run past the model's own end; max_tokens None
-    means until --max-model-len. Raises ValueError naming the value and its limit; only the vocabulary isn't known here.
+    `stop_token_ids` end the request: the id is kept, its text is not shown; `ignore_eos` lets it run past the model's
+    own end; max_tokens None means until --max-model-len. Raises ValueError naming the value and its limit; only the vocabulary isn't known here.
     vLLM: sampling_params.py SamplingParams (there also bad words, logit bias, structured output, prompt logprobs)
     """
 
@@ -295,7 +295,8 @@ class Scheduler:
     """Decides every step who computes how many tokens, and keeps the life of each request.
 
     The caller repeats: schedule(), build the batch from the plan and the block tables, run it, update_from_output().
-    Requests may come, and end from outside, at any time but before the batch is built. A planned step must be run, even
+    Requests may come, and end from outside, at any time except between schedule() and the building of the batch, which
+    reads their block tables. A planned step must be run, even
     if one of its requests was aborted meanwhile: others may already count on the K/V it writes.
 
     One limit bounds every sequence: `max_model_len`, or what the whole pool can hold if that is less. So a request that
@@ -325,7 +326,7 @@ class Scheduler:
             raise RequestRefused(f"request id {request_id!r} is already in use by a request that has not ended")
         if num_tokens == 0:
             raise RequestRefused(f"the prompt of {request_id!r} is empty: no token to predict the next one from")
-        if num_tokens >= self.pool_limit <= config.max_model_len:  # the tighter limit is named
+        if num_tokens >= self.pool_limit and self.pool_limit <= config.max_model_len:  # the tighter limit is named
             raise RequestRefused(f"the prompt of {request_id!r} has {num_tokens} tokens and the whole KV pool has room "
                                  f"for {self.pool_limit}, so not one could be generated (--num-kv-blocks)")
         if num_tokens >= config.max_model_len:

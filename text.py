@@ -3,7 +3,7 @@
 Mirrors   vLLM: v1/engine/detokenizer.py:69 BaseIncrementalDetokenizer, v1/engine/detokenizer.py:310 check_stop_strings
 Promises  the pieces of text that a request shows, laid end to end, are the decode of all its tokens, cut at the stop
           string.
-Why a file of its own: it needs neither engine nor model, and all that goes wrong in it goes wrong in single characters.
+Why a file of its own: it needs no weights and no tensors, and all that goes wrong in it goes wrong in single characters.
 """
 import json
 import time
@@ -90,15 +90,18 @@ class Detokenizer:
     A character may span tokens, and a token's text may depend on the one before it, so the text of a token is the
     difference of two decodes. Example: 世 is the bytes E4 B8 96 in three tokens; after the first and second the decode
     ends in U+FFFD, which means "not finished": nothing is emitted. After the third the whole character is. Only a
-    request that ends in half a character shows the U+FFFD.
+    request that ends in half a character shows the U+FFFD. With the stop string "END":
+        token      " the"   E4        B8        96        " E"        "N"        "x"
+        text       " the"   " the"    " the"    " the世"   " the世 E"   " the世 EN"  " the世 ENx"
+        may show   " the"   " the"    " the"    " the世"   " the世 "    " the世 "    " the世 ENx"
     vLLM: v1/engine/detokenizer.py:69 BaseIncrementalDetokenizer
     """
 
     def __init__(self, codec, params):
         self.codec, self.params = codec, params
         self.token_ids, self.text = [], ""
-        self.unread = 0            # token_ids[unread:] have given no text yet
-        self.context = 0           # the window that is decoded begins here, with the tokens of the last piece of text
+        self.read_offset = 0            # token_ids[read_offset:] have given no text yet
+        self.prefix_offset = 0           # the window that is decoded begins here, with the tokens of the last piece of text
         self.shown = 0             # text[:shown] may be shown, the rest could be the beginning of a stop string
 
     def append(self, token_id, finished, show_token=True):
@@ -107,22 +110,22 @@ class Detokenizer:
         if show_token:
             self.token_ids.append(token_id)
         before, skip = len(self.text), self.params.skip_special_tokens
-        old = self.codec.decode(self.token_ids[self.context:self.unread], skip)
-        new = self.codec.decode(self.token_ids[self.context:], skip)
+        old = self.codec.decode(self.token_ids[self.prefix_offset:self.read_offset], skip)
+        new = self.codec.decode(self.token_ids[self.prefix_offset:], skip)
         # A run of byte tokens (byte fallback) is all U+FFFD once one of them is wrong. What was shown stays, and the
         # new ones are decoded alone.
-        piece = new[len(old):] if new.startswith(old) else self.codec.decode(self.token_ids[self.unread:], skip)
+        piece = new[len(old):] if new.startswith(old) else self.codec.decode(self.token_ids[self.read_offset:], skip)
         if piece and (finished or not piece.endswith("\ufffd")):
             self.text += piece
-            self.context, self.unread = self.unread, len(self.token_ids)
+            self.prefix_offset, self.read_offset = self.read_offset, len(self.token_ids)
         stop = self._find_stop(before)
         self.shown = len(self.text) if finished or stop else len(self.text) - self._held_back()
         return stop
 
     def _find_stop(self, before):
         """The earliest stop string that ends in the new text; the text is cut at it."""
-        if len(self.token_ids) <= self.params.min_tokens:
-            return None
+        if len(self.token_ids) <= self.params.min_tokens:    # token number min_tokens itself may not end the text, just as
+            return None                                      # model.adjust_logits bans a stop id until min_tokens exist
         places = [(self.text.find(s, max(before - len(s) + 1, 0)), -len(s), s) for s in self.params.stop]
         found = [place for place in places if place[0] >= 0]
         if not found:

@@ -351,7 +351,7 @@ def test_an_empty_stop_string_is_refused():
 
 @pytest.mark.parametrize("options, message", [
     (dict(dtype="int8"), "--dtype"), (dict(device="xyz"), "--device"), (dict(block_size=0), "--block-size"), (dict(num_kv_blocks=0), "--num-kv-blocks"),
-    (dict(num_kv_blocks=1), "--num-kv-blocks"), (dict(kv_cache_memory=10), "--num-kv-blocks"), (dict(kv_cache_memory=-1), "--kv-cache-memory"),
+    (dict(num_kv_blocks=1), "--num-kv-blocks"), (dict(kv_cache_memory=10), "--kv-cache-memory"), (dict(kv_cache_memory=-1), "--kv-cache-memory"),
     (dict(max_model_len=0), "--max-model-len"), (dict(max_model_len=5000), "5000.*4096"), (dict(max_num_seqs=0), "--max-num-seqs"),
     (dict(max_num_batched_tokens=0), "--max-num-batched-tokens"), (dict(max_num_seqs=8, max_num_batched_tokens=4), "--max-num-seqs"),
     (dict(max_num_waiting=0), "--max-num-waiting"), (dict(scheduling_policy="lifo"), "--scheduling-policy"), (dict(attention_backend="x"), "--attention-backend"),
