@@ -93,8 +93,7 @@ def attention(d, G, dtype, Hkv=2, block_size=16, S=3, T=40, B=128, N=70_000):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("d, G, dtype", [(128, 8, torch.bfloat16), (80, 1, torch.float16), (256, 4, torch.bfloat16),
-                                         (16, 4, torch.float32)])
+@pytest.mark.parametrize("d, G, dtype", [(128, 8, torch.bfloat16), (256, 4, torch.float16), (16, 4, torch.float32)])
 def test_attention_compiles(compile_launches, target, d, G, dtype):
     seen = compile_launches(target, attention(d, G, dtype))
     assert [(name, kwargs.get("DECODE")) for name, _, kwargs in seen] == [
