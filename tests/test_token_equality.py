@@ -1,8 +1,9 @@
 """Whatever the engine does with a request, its tokens are those that it would have alone (token equality).
 
-The reference is transformers' LlamaForCausalLM.generate: greedy, fp32, each prompt by itself. Serving must not show: not the
-batch, the order of arrival, the token budget, the block size, the prefix cache, the size of the pool, a preemption, an abort next door.
-All engines here run over a pool of NaN (toys.make_engine) and are checked after every step (toys.run).
+The reference is transformers' LlamaForCausalLM.generate: greedy, fp32, each prompt by itself. Serving must not show:
+not the batch, the order of arrival, the token budget, the block size, the prefix cache, the size of the pool, a
+preemption, an abort next door. All engines here run over a pool of NaN (toys.make_engine) and are checked after every
+step (toys.run).
 """
 import itertools
 import random
@@ -15,12 +16,13 @@ from hypothesis import strategies as st
 import toys
 from nano_serve import LLM, SamplingParams
 from scheduler import RequestRefused
-from toys import (BOS, EOS, TOYS, assert_same_ids, chain, check_drained, greedy, hf_greedy, ids_of, make_engine, poison, preempt,
-                  prompts_of, run, table_checkpoint, toy)
+from toys import (BOS, EOS, TOYS, assert_same_ids, chain, check_drained, greedy, hf_greedy, ids_of, make_engine, poison,
+                  preempt, prompts_of, run, table_checkpoint, toy)
 
 N = 20                                                     # output tokens of a request, where nothing else is said
 PREFIX = prompts_of(1, seed=7, low=13, high=13)[0]
-PROMPTS = [[5]] + prompts_of(7, seed=6) + [PREFIX + tail for tail in prompts_of(4, seed=1, low=1, high=9)]      # the last four share 13 tokens
+# the last four share 13 tokens
+PROMPTS = [[5]] + prompts_of(7, seed=6) + [PREFIX + tail for tail in prompts_of(4, seed=1, low=1, high=9)]
 
 
 def check(folder, jobs, outputs):
@@ -59,7 +61,8 @@ def test_a_wrong_token_is_noticed():
 
 
 def test_a_tie_is_accepted_and_what_follows_it_is_checked():
-    """Two tokens with the same head row tie whenever one of them is on top; the text goes on from the one that was chosen."""
+    """Two tokens with the same head row tie whenever one of them is on top; the text goes on from the one that was
+    chosen."""
     from safetensors.torch import load_file, save_file
     (want,), twin = hf_greedy(toy(), PROMPTS[:1], N), 95
     assert twin not in want
@@ -83,7 +86,8 @@ def one_at_a_time(folder):
     engine = make_engine(folder)
     jobs = [(p, greedy(N)) for p in PROMPTS]
     check(folder, jobs, [run(engine, [job])[0] for job in jobs])
-    assert hit_blocks(engine) == 9            # 13 common tokens: three blocks for each of the last three, even served apart
+    # 13 common tokens: three blocks for each of the last three, even served apart
+    assert hit_blocks(engine) == 9
 
 
 def all_at_once(folder, **options):
@@ -119,7 +123,8 @@ def staggered(folder):
 
 
 def served_twice(folder):
-    """The second time all full blocks of prompt and output are found: of each request at most the last block is computed."""
+    """The second time all full blocks of prompt and output are found: of each request at most the last block is
+    computed."""
     engine, jobs = make_engine(folder), [(p, greedy(N)) for p in PROMPTS]
     check(folder, jobs, run(engine, jobs))
     outputs = run(engine, jobs)
@@ -139,11 +144,13 @@ def small_pool(folder):
 
 def small_pool_small_budget(folder):
     for size, caching in ((7, True), (16, False)):
-        assert preemptions(all_at_once(folder, num_kv_blocks=20, max_num_batched_tokens=size, enable_prefix_caching=caching)) > 0
+        assert preemptions(all_at_once(folder, num_kv_blocks=20, max_num_batched_tokens=size,
+                                       enable_prefix_caching=caching)) > 0
 
 
 def by_priority(folder):
-    """The urgent ones come last, so they push out those who run, some of them in the very step in which those were scheduled."""
+    """The urgent ones come last, so they push out those who run, some of them in the very step in which those were
+    scheduled."""
     engine = make_engine(folder, num_kv_blocks=20, max_num_batched_tokens=16, scheduling_policy="priority")
     jobs = [(p, greedy(N), -i % 5) for i, p in enumerate(PROMPTS)]
     check(folder, jobs, run(engine, jobs, arrivals=[2 * i for i in range(len(jobs))]))
@@ -159,8 +166,9 @@ def without_chunking(folder):
     assert chunks(engine) == 0
 
 
-WAYS = {f.__name__: f for f in (one_at_a_time, all_at_once, shuffled, staggered, served_twice, without_prefix_cache, small_pool,
-                                small_pool_small_budget, by_priority, long_prefill_threshold, without_chunking)}
+WAYS = {f.__name__: f for f in (one_at_a_time, all_at_once, shuffled, staggered, served_twice, without_prefix_cache,
+                                small_pool, small_pool_small_budget, by_priority, long_prefill_threshold,
+                                without_chunking)}
 WAYS |= {f"budget_{b}": budget(b) for b in (1, 2, 3, 5, 7, 16, 64)}
 WAYS |= {f"block_size_{b}": block_size(b) for b in (1, 2, 3, 5, 8, 16, 32)}
 
@@ -177,15 +185,16 @@ def test_product_of_options(name):
     """Budget x block size x prefix cache, over a pool that is too small for all."""
     jobs = [(p, greedy(N)) for p in PROMPTS]
     for tokens, size, caching in itertools.product((2, 5, 7, 16, 64), (1, 2, 4, 7, 16), (True, False)):
-        engine = make_engine(toy(name), max_num_batched_tokens=tokens, block_size=size, num_kv_blocks=1 + max(80 // size, 4),
-                             enable_prefix_caching=caching)
+        engine = make_engine(toy(name), max_num_batched_tokens=tokens, block_size=size,
+                             num_kv_blocks=1 + max(80 // size, 4), enable_prefix_caching=caching)
         check(toy(name), jobs, run(engine, jobs))
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e30])
 @pytest.mark.parametrize("size", [1, 3, 4, 8])
 def test_poisoned_pool(size, value):
-    """No slot beyond a sequence's length is read: prompts of 1 … 2 blocks + 1 tokens, alone and together, over NaN and over 1e30."""
+    """No slot beyond a sequence's length is read: prompts of 1 … 2 blocks + 1 tokens, alone and together, over NaN and
+    over 1e30."""
     prompts = [prompts_of(1, seed=n, low=n, high=n)[0] for n in range(1, 2 * size + 2)]
     jobs = [(p, greedy(2 * size + 2)) for p in prompts]
     for caching in (True, False):
@@ -229,7 +238,8 @@ def test_a_seeded_draw_depends_on_seed_and_index_alone():
         assert seeded_ids(block_size=size) == alone
     assert seeded_ids(mixed * 3 + [job], 9, num_kv_blocks=20) == alone
     twice = make_engine(toy())
-    assert ids_of([run(twice, [job])[0], run(twice, [job])[0]]) == [alone, alone]          # the second time from the prefix cache
+    # the second time from the prefix cache
+    assert ids_of([run(twice, [job])[0], run(twice, [job])[0]]) == [alone, alone]
 
 
 def test_seeds_differ_and_unseeded_requests_do_too():
@@ -254,12 +264,13 @@ def test_n_answers_of_one_seed():
 
 # -- Preemption by recompute (抢占后重计算) at every point of a request's life -----------------------------------------------
 
-@pytest.mark.parametrize("params", [greedy(13), SamplingParams(temperature=1.0, seed=5, max_tokens=13, ignore_eos=True)],
+@pytest.mark.parametrize("params", [greedy(13),
+                                    SamplingParams(temperature=1.0, seed=5, max_tokens=13, ignore_eos=True)],
                          ids=["greedy", "seeded"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption_at_each_output_index(params, caching):
-    """Prompts of 5 to 8 tokens and block size 4: the total length at the preemption takes every remainder. The text that was streamed
-    is not streamed again, and each token is counted once."""
+    """Prompts of 5 to 8 tokens and block size 4: the total length at the preemption takes every remainder. The text
+    that was streamed is not streamed again, and each token is counted once."""
     folder = toys.copy_of(toy())
     toys.byte_tokenizer().save(str(folder / "tokenizer.json"))
     for prompt in (PREFIX[:length] for length in (5, 6, 7, 8)):
@@ -284,7 +295,8 @@ def test_preemption_within_a_prompt_and_again_and_again():
     prompt = PROMPTS[8]
     for after in (1, 2, 3):
         engine = make_engine(toy(), max_num_batched_tokens=4)
-        (got,) = run(engine, [(prompt, greedy(N))], each_step=lambda step, outputs: preempt(engine, "0-0") if step + 1 == after else None)
+        once = lambda step, outputs: preempt(engine, "0-0") if step + 1 == after else None
+        (got,) = run(engine, [(prompt, greedy(N))], each_step=once)
         check(toy(), [(prompt, greedy(N))], [got])
     for caching in (True, False):
         engine = make_engine(toy(), enable_prefix_caching=caching)
@@ -307,11 +319,13 @@ def test_a_reused_block_loses_its_old_name():
 
 @pytest.mark.parametrize("nb", [3, 4, 5])
 def test_few_contents_in_a_tiny_pool(nb):
-    """Runs of eight prompts made of four two-token contents and a tail, one after another: blocks are found, evicted, found again."""
+    """Runs of eight prompts made of four two-token contents and a tail, one after another: blocks are found, evicted,
+    found again."""
     contents, rng, hits = [[1, 2], [3, 4], [1, 4], [3, 2]], random.Random(nb), 0
     engine = make_engine(toy(), block_size=2, num_kv_blocks=nb + 1)
     for _ in range(100):
-        jobs = [(sum(rng.choices(contents, k=rng.randint(1, nb - 1)), []) + [rng.choice([5, 6])], greedy(1)) for _ in range(8)]
+        prompts = [sum(rng.choices(contents, k=rng.randint(1, nb - 1)), []) + [rng.choice([5, 6])] for _ in range(8)]
+        jobs = [(p, greedy(1)) for p in prompts]
         engine.scheduler.kv_cache_manager.reset_prefix_cache()
         outputs = [run(engine, [job])[0] for job in jobs]
         check(toy(), jobs, outputs)
@@ -339,7 +353,8 @@ def test_positions_after_a_hit():
 
 @pytest.mark.parametrize("tokens", [6, 7, 12, 25, 64])
 def test_common_prefix_in_one_step(tokens):
-    """Three prompts that begin alike, submitted together, some of them cut into chunks: a name is good in the step that fills it."""
+    """Three prompts that begin alike, submitted together, some of them cut into chunks: a name is good in the step that
+    fills it."""
     p = PREFIX[:12]
     engine = make_engine(toy(), max_num_batched_tokens=tokens)
     jobs = [(prompt, greedy(N)) for prompt in (p, p, p + [7, 7, 3])]
@@ -348,9 +363,10 @@ def test_common_prefix_in_one_step(tokens):
 
 
 def test_a_name_without_its_content():
-    """A step gives V a chunk, then preempts V in favour of U, more urgent: the blocks of that chunk are named and never written. They
-    must not be found when V comes back (it may find the six that were written), or it would read NaN."""
-    engine = make_engine(toy(), num_kv_blocks=10, max_num_batched_tokens=11, long_prefill_token_threshold=8, scheduling_policy="priority")
+    """A step gives V a chunk, then preempts V in favour of U, more urgent: the blocks of that chunk are named and never
+    written. They must not be found when V comes back (it may find the six that were written), or it would read NaN."""
+    engine = make_engine(toy(), num_kv_blocks=10, max_num_batched_tokens=11, long_prefill_token_threshold=8,
+                         scheduling_policy="priority")
     jobs = [(prompts_of(1, low=33, high=33)[0], greedy(3), 5), (PREFIX[:3], greedy(4), 0)]             # V, U
     check(toy(), jobs, run(engine, jobs, arrivals=[0, 1]))
     assert [(record.step, record.preempted) for record in engine.records if record.preempted] == [(3, ["0-0"])]
@@ -404,14 +420,15 @@ def test_request_larger_than_the_pool():
     jobs = [(p, greedy(4)) for p in prompts_of(2, low=4, high=4)]
     check(toy(), jobs, run(engine, jobs))
     with LLM(str(toy()), num_kv_blocks=9, block_size=4, max_model_len=64, dtype="float32") as llm:
-        with pytest.warns(UserWarning, match="refused"):
+        with pytest.warns(UserWarning, match="--num-kv-blocks"):
             large, *small = llm.generate([prompts_of(1, low=40, high=40)[0]] + [job[0] for job in jobs], greedy(4))
         assert large.outputs[0].finish_reason == "error" and "--num-kv-blocks" in large.error
         check(toy(), jobs, small)
 
 
 def test_fits_at_prefill_but_cannot_grow():
-    """Two blocks of four: a prompt of 8 can't have a single token and is refused; one of 7 gets the one that fits, then ends."""
+    """Two blocks of four: a prompt of 8 can't have a single token and is refused; one of 7 gets the one that fits, then
+    ends."""
     engine = make_engine(toy(), num_kv_blocks=3)
     with pytest.raises(RequestRefused, match="whole KV pool"):
         engine.add_request("x", PREFIX[:8], greedy(4))
@@ -421,7 +438,8 @@ def test_fits_at_prefill_but_cannot_grow():
         assert_same_ids(toy(), [PREFIX[:length]], ids_of([output]))
 
 
-@pytest.mark.parametrize("options", [{"max_num_batched_tokens": 4, "max_num_seqs": 1}, {"max_num_batched_tokens": 1}, {"max_num_seqs": 1}],
+@pytest.mark.parametrize("options", [{"max_num_batched_tokens": 4, "max_num_seqs": 1}, {"max_num_batched_tokens": 1},
+                                     {"max_num_seqs": 1}],
                          ids=str)
 def test_prompts_longer_than_the_budget(options):
     jobs = [(prompts_of(1, seed=n, low=n, high=n)[0], greedy(8)) for n in (3, 4, 5, 8, 9, 41)]
@@ -439,7 +457,8 @@ def test_no_token_from_a_partial_chunk():
     """11 tokens at 4 a step: the first token comes from the third step."""
     engine, seen = make_engine(toy(), max_num_batched_tokens=4), []
     jobs = [(PREFIX[:11], greedy(5))]
-    (output,) = run(engine, jobs, each_step=lambda step, outputs: seen.append([o.outputs[0].token_ids for o in outputs]))
+    look = lambda step, outputs: seen.append([o.outputs[0].token_ids for o in outputs])
+    (output,) = run(engine, jobs, each_step=look)
     check(toy(), jobs, [output])
     ids = output.outputs[0].token_ids
     assert seen == [[], []] + [[ids[:n]] for n in range(1, 6)]
@@ -457,8 +476,10 @@ def test_a_resumed_request_finds_its_blocks():
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_no_thrashing(caching):
-    """Three requests that each need ten of twelve blocks: little is computed twice, and nobody is preempted over and over."""
-    engine = make_engine(toy(), num_kv_blocks=13, max_num_batched_tokens=4, max_num_seqs=3, enable_prefix_caching=caching)
+    """Three requests that each need ten of twelve blocks: little is computed twice, and nobody is preempted over and
+    over."""
+    engine = make_engine(toy(), num_kv_blocks=13, max_num_batched_tokens=4, max_num_seqs=3,
+                         enable_prefix_caching=caching)
     jobs = [(p, greedy(16)) for p in prompts_of(3, low=24, high=24)]
     outputs = run(engine, jobs)
     check(toy(), jobs, outputs)
@@ -467,7 +488,8 @@ def test_no_thrashing(caching):
 
 
 def test_arrival_order_is_first_token_order():
-    """A … F in a pool for two of them: preempted requests come back before new ones, so first tokens come in order of arrival."""
+    """A … F in a pool for two of them: preempted requests come back before new ones, so first tokens come in order of
+    arrival."""
     engine, firsts = make_engine(toy(), num_kv_blocks=10, max_num_batched_tokens=16), []
 
     def each_step(step, outputs):
@@ -484,7 +506,8 @@ def test_arrival_order_is_first_token_order():
         out |= set(record.preempted)
 
 
-REACHED = {  # state → is the request x in it?  Its prompt has 11 tokens; 2 a step are left for it beside two neighbours that decode
+# state → is the request x in it?  Its prompt has 11 tokens; 2 a step are left for it beside two neighbours that decode
+REACHED = {
     "waiting": lambda x: x.num_computed_tokens == 0,
     "within its prompt": lambda x: x.num_computed_tokens == 2,
     "before its last chunk": lambda x: x.num_computed_tokens == 10,
@@ -496,7 +519,8 @@ REACHED = {  # state → is the request x in it?  Its prompt has 11 tokens; 2 a 
 
 @pytest.mark.parametrize("state", [*REACHED, "unknown"])
 def test_abort(state):
-    """In any state, twice: no output afterwards, the neighbours' text unchanged, the pool whole, the id free for another."""
+    """In any state, twice: no output afterwards, the neighbours' text unchanged, the pool whole, the id free for
+    another."""
     neighbours = prompts_of(2, seed=5, low=2, high=2)
     engine = make_engine(toy(), max_num_batched_tokens=4, max_num_seqs=3)
     for i, p in enumerate(neighbours):
@@ -524,7 +548,8 @@ def test_abort(state):
         if not engine.has_unfinished_requests():
             break
     check_drained(engine)
-    check(toy(), [(p, greedy(30)) for p in neighbours] + [(PREFIX[:5], greedy(6))], [results["n0"], results["n1"], results["x"]])
+    check(toy(), [(p, greedy(30)) for p in neighbours] + [(PREFIX[:5], greedy(6))],
+          [results["n0"], results["n1"], results["x"]])
 
 
 def test_a_living_id_is_not_given_twice():
@@ -538,7 +563,8 @@ def test_a_living_id_is_not_given_twice():
 
 
 def test_length_limit():
-    """--max-model-len 16 bounds prompt + output, the last token counted; a prompt of 16 leaves no room and is refused."""
+    """--max-model-len 16 bounds prompt + output, the last token counted; a prompt of 16 leaves no room and is
+    refused."""
     engine = make_engine(toy(), max_model_len=16)
     prompt = prompts_of(1, low=17, high=17)[0]
     for length, n in ((14, 2), (15, 1)):
@@ -557,7 +583,8 @@ def test_bad_requests_are_refused_alone():
     """Ids outside the vocabulary, no tokens, nonsense: refused before anything is kept, while a neighbour is served."""
     engine = make_engine(toy())
     engine.add_request("good", PREFIX, greedy(5))
-    for prompt in ([], [96], [-1], [2**63], [True], ["a"], [1.0], None, {"prompt": "a", "prompt_token_ids": [1]}, "text without a tokenizer"):
+    for prompt in ([], [96], [-1], [2**63], [True], ["a"], [1.0], None, {"prompt": "a", "prompt_token_ids": [1]},
+                   "text without a tokenizer"):
         with pytest.raises(RequestRefused):
             engine.add_request("bad", prompt, greedy(5))
     with pytest.raises(RequestRefused, match="stop_token_ids: id 96"):
@@ -572,8 +599,8 @@ def test_bad_requests_are_refused_alone():
 # -- Numerics ---------------------------------------------------------------------------------------------------------
 
 def test_bf16_flips_only_near_ties():
-    """In bf16 other shapes round differently. Alone and in a batch the text may part only where the two tokens' logits are close:
-    within two steps of bf16 at the logits' own size (2^-8 of the largest)."""
+    """In bf16 other shapes round differently. Alone and in a batch the text may part only where the two tokens' logits
+    are close: within two steps of bf16 at the logits' own size (2^-8 of the largest)."""
     folder, jobs = toy(), [(p, greedy(N)) for p in prompts_of(12, seed=6)]
     alone = [run(make_engine(folder, dtype="bfloat16"), [job])[0].outputs[0].token_ids for job in jobs]
     together = ids_of(run(make_engine(folder, dtype="bfloat16"), jobs))
@@ -585,16 +612,19 @@ def test_bf16_flips_only_near_ties():
 
 
 def test_same_again():
-    """48 requests, five times on one engine. Without the prefix cache a run repeats bit for bit, log-probabilities included; with it,
-    later runs compute other shapes, so there the ids are the promise, and the log-probabilities to rounding."""
-    params = [greedy(N, logprobs=2) if i % 2 else SamplingParams(temperature=1.0, seed=i, max_tokens=N, logprobs=2) for i in range(48)]
+    """48 requests, five times on one engine. Without the prefix cache a run repeats bit for bit, log-probabilities
+    included; with it, later runs compute other shapes, so there the ids are the promise, and the log-probabilities to
+    rounding."""
+    drawn = lambda seed: SamplingParams(temperature=1.0, seed=seed, max_tokens=N, logprobs=2)
+    params = [greedy(N, logprobs=2) if i % 2 else drawn(i) for i in range(48)]
     jobs = list(zip(prompts_of(48, seed=8), params))
     for caching in (False, True):
-        engine, runs = make_engine(toy(), num_kv_blocks=301, enable_prefix_caching=caching, max_num_batched_tokens=100), []
+        engine, runs = make_engine(toy(), num_kv_blocks=301, enable_prefix_caching=caching,
+                                   max_num_batched_tokens=100), []
         for _ in range(5):
-            outputs = run(engine, jobs)
-            runs.append((ids_of(outputs), torch.tensor([[lp[t].logprob for t, lp in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)]
-                                                       for o in outputs])))
+            answers = [o.outputs[0] for o in run(engine, jobs)]
+            logprobs = [[entry[t].logprob for t, entry in zip(a.token_ids, a.logprobs)] for a in answers]
+            runs.append(([a.token_ids for a in answers], torch.tensor(logprobs)))
         for ids, logprobs in runs[1:]:
             assert ids == runs[0][0]
             torch.testing.assert_close(logprobs, runs[0][1], rtol=0, atol=1e-4 if caching else 0)
@@ -603,7 +633,8 @@ def test_same_again():
 # -- Everything at once -----------------------------------------------------------------------------------------------
 
 CONTENTS = [[1, 2], [3, 4], [1, 4]]
-prompt_of_contents = st.builds(lambda parts, tail: sum(parts, []) + tail, st.lists(st.sampled_from(CONTENTS), min_size=1, max_size=6),
+prompt_of_contents = st.builds(lambda parts, tail: sum(parts, []) + tail,
+                               st.lists(st.sampled_from(CONTENTS), min_size=1, max_size=6),
                                st.sampled_from([[], [5]]))
 
 
@@ -642,7 +673,8 @@ def play(scenario):
         assert ids == hf_greedy(toy(), [prompt], 8)[0][:len(ids)]
 
 
-QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large], "database": None}
+QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+         "database": None}
 
 
 @settings(max_examples=100, derandomize=True, **QUIET)
