@@ -113,12 +113,12 @@ def rope_and_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping):
     Slot = block_id * block_size + offset; a negative slot is padding and writes nothing. Every layer writes the whole
     batch's K/V before it attends, so a chunk's tokens see each other through the cache like any older token.
     """
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)                              # [T, H, d], [T, Hkv, d]
+    q, k = apply_rope(torch.cat((q, k), dim=1), cos, sin).split((q.shape[1], k.shape[1]), dim=1)   # both in one go
     if int(slot_mapping.min()) < 0:
         real = slot_mapping >= 0                                                         # [T]
         slot_mapping, k, v = slot_mapping[real], k[real], v[real]
-    k_cache.flatten(0, 1)[slot_mapping] = k.to(k_cache.dtype)                            # [N*bs, Hkv, d] at T slots
-    v_cache.flatten(0, 1)[slot_mapping] = v.to(v_cache.dtype)
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k.to(k_cache.dtype))              # [N*bs, Hkv, d] at T slots
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
     return q
 
 
@@ -180,7 +180,7 @@ def silu_and_mul(gate_up):
     """silu(gate) * up.  gate_up [T, 2I], gate first  →  [T, I].
     vLLM: model_executor/layers/activation.py:118 SiluAndMul."""
     gate, up = gate_up.chunk(2, dim=-1)                                                  # [T, I] each
-    return F.silu(gate) * up                                                             # [T, I]
+    return F.silu(gate).mul_(up)                                                         # [T, I]
 
 
 @jit
@@ -216,37 +216,45 @@ def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables
     """
     T, H, d = q.shape
     Hkv = k_cache.shape[2]
-    plan = plan or gather_plan(query_start_loc, seq_lens, block_tables, k_cache.shape[1])
+    plan = plan or gather_plan(query_start_loc, seq_lens, block_tables, k_cache)
     keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)                          # [N*bs, Hkv, d]
     out = torch.zeros_like(q)                                                            # [T, H, d]
-    for rows, slots, mask in plan:
+    for rows, slots, mask, (k, v) in plan:
         n, L = slots.shape                        # n sequences of L keys each; each has q_len query rows
-        k = keys[slots.view(-1)].view(n, L, Hkv, d).transpose(1, 2)                      # [n, Hkv, L, d]
-        v = values[slots.view(-1)].view(n, L, Hkv, d).transpose(1, 2)                    # [n, Hkv, L, d]
+        # index_select, not keys[slots]: it copies a slot's Hkv * d numbers as one run. And into memory that is there
+        # already: a fresh tensor of megabytes costs a page fault for every 4 KiB of it, in every layer.
+        k = torch.index_select(keys, 0, slots.view(-1), out=k).view(n, L, Hkv, d).transpose(1, 2)      # [n, Hkv, L, d]
+        v = torch.index_select(values, 0, slots.view(-1), out=v).view(n, L, Hkv, d).transpose(1, 2)    # [n, Hkv, L, d]
+        x = q.index_select(0, rows).to(k.dtype)                                          # [n*q_len, H, d]
         # G query heads share one KV head (GQA). For decodes they become G query rows of that head, so that each key is
         # read once instead of G times; for a chunk they stay heads, since there the products outweigh the reads.
-        if rows.numel() == n:
-            x = q[rows].view(n, Hkv, H // Hkv, d).to(k.dtype)                            # [n, Hkv, G, d]
+        if len(rows) == n:                        # decodes; a chunk's last piece may be a single row, too
+            x = x.view(n, Hkv, H // Hkv, d)                                              # [n, Hkv, G, d]
             x = F.scaled_dot_product_attention(x, k, v, mask, scale=scale)               # [n, Hkv, G, d]
-            out[rows] = x.reshape(n, H, d).to(q.dtype)
+            x = x.reshape(n, H, d)
         else:
-            x = q[rows].view(-1, Hkv, H // Hkv, d).permute(1, 2, 0, 3).to(k.dtype)       # [Hkv, G, q_len, d]
+            x = x.view(-1, Hkv, H // Hkv, d).permute(1, 2, 0, 3)                         # [Hkv, G, q_len, d]
             k, v = (t.transpose(0, 1).expand(-1, H // Hkv, -1, -1) for t in (k, v))      # [Hkv, G, L, d]
             x = F.scaled_dot_product_attention(x, k, v, mask, is_causal=mask is None, scale=scale)
-            out[rows] = x.permute(2, 0, 1, 3).reshape(-1, H, d).to(q.dtype)              # [q_len, H, d]
+            x = x.permute(2, 0, 1, 3).reshape(-1, H, d)                                  # [q_len, H, d]
+        out.index_copy_(0, rows, x.to(q.dtype))
     return out
 
 
-def gather_plan(query_start_loc, seq_lens, block_tables, block_size, max_buckets=4, chunk_rows=1024):
-    """Which query rows meet which slots, in few and large pieces: a list of (rows [n*q_len], slots [n, L], mask).
+def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, max_buckets=4, chunk_rows=1024):
+    """Which query rows meet which slots, in few and large pieces: a list of (rows [n*q_len], slots [n, L], mask, room for
+    the piece's keys and values, each [n*L, Hkv, d]). k_cache: any layer's, for its sizes and dtype.
 
     Decodes are sorted by length and cut into up to `max_buckets` pieces, each padded to its longest; a prefill chunk is
-    a piece by itself, cut every `chunk_rows` rows so that its mask stays small. The mask is additive, 0 or -inf,
-    [n, 1, 1, L] for decodes and [q_len, L] for a chunk; None: nothing to mask (decodes) or plain causal (chunk).
+    a piece by itself. A whole prompt is plain causal attention, for which no mask is needed (None); a chunk behind other
+    tokens is cut every `chunk_rows` rows, so that its mask [q_len, L] stays small. Masks are additive, 0 or -inf; for
+    decodes [n, 1, 1, L], or None where nothing is to be masked.
+    Example (block size 4; A decodes its 10th token from blocks 3 5 1, B prefills 3 tokens into block 2):
+        rows 1 2 3, slots [[8 9 10]], None, …   and   rows 0, slots [[12 13 14 15 20 21 22 23 4 5]], None, …
     Padding points at a slot that its sequence does own. A masked key gets weight 0, but 0 * NaN is NaN: masking the
     score alone would let the garbage of a stale slot through, so a stale slot is not even read.
     """
-    device = block_tables.device
+    device, (_, block_size, *head_shape) = block_tables.device, k_cache.shape
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     decodes, plan = [], []
     for s, L in enumerate(lens):
@@ -255,8 +263,9 @@ def gather_plan(query_start_loc, seq_lens, block_tables, block_size, max_buckets
             decodes.append((L, s))
         elif L > 0:
             slots = _slots(block_tables[s:s + 1], torch.arange(L, device=device)[None], block_size)   # [1, L]
-            for a in range(0, q_len, chunk_rows):
-                b = min(a + chunk_rows, q_len)
+            step = q_len if q_len == L else chunk_rows
+            for a in range(0, q_len, step):
+                b = min(a + step, q_len)
                 first, last = L - q_len + a, L - q_len + b         # positions of these rows: [first, last)
                 mask = None
                 if first > 0:                                      # row i sees keys 0 … first + i
@@ -278,7 +287,7 @@ def gather_plan(query_start_loc, seq_lens, block_tables, block_size, max_buckets
             mask = torch.zeros(len(bucket), L, device=device).masked_fill_(positions >= n_keys, -torch.inf)
             mask = mask[:, None, None]                                                   # [n, 1, 1, L]
         plan.append((query_start_loc[ids].long(), slots, mask))
-    return plan
+    return [(rows, slots, mask, k_cache.new_empty(2, slots.numel(), *head_shape)) for rows, slots, mask in plan]
 
 
 def _slots(block_tables, positions, block_size):

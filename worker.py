@@ -52,6 +52,8 @@ class Worker:
     def __init__(self, folder, dtype, device="cpu", attention_backend="auto", rank=0, size=1, comm=None):
         self.device = device
         self.model = load_model(folder, dtype, device, rank, size, comm, attention_backend)
+        if torch.device(device).type == "cpu":
+            self.model.pack_weights()
         self.kv_cache = None
 
     def init_kv_cache(self, num_blocks, block_size):

@@ -54,7 +54,7 @@ def test_attention_twin_in_pieces():
     want = attention_the_slow_way(b).float()
     for buckets, rows in ((1, 1024), (2, 4), (4, 1), (9, 18)):
         where = b.query_start_loc, b.seq_lens, b.block_tables
-        plan = kernels.gather_plan(*where, 16, max_buckets=buckets, chunk_rows=rows)
+        plan = kernels.gather_plan(*where, b.k_cache, max_buckets=buckets, chunk_rows=rows)
         got = kernels.paged_attention(b.q, b.k_cache, b.v_cache, *where, b.scale, plan)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
