@@ -241,14 +241,15 @@ def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables
     return out
 
 
-def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, max_buckets=4, chunk_rows=1024):
+def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, stretch=1.5, slack=64, chunk_rows=1024):
     """Which query rows meet which slots, in few and large pieces: a list of (rows [n*q_len], slots [n, L], mask, room for
     the piece's keys and values, each [n*L, Hkv, d]). k_cache: any layer's, for its sizes and dtype.
 
-    Decodes are sorted by length and cut into up to `max_buckets` pieces, each padded to its longest; a prefill chunk is
-    a piece by itself. A whole prompt is plain causal attention, for which no mask is needed (None); a chunk behind other
-    tokens is cut every `chunk_rows` rows, so that its mask [q_len, L] stays small. Masks are additive, 0 or -inf; for
-    decodes [n, 1, 1, L], or None where nothing is to be masked.
+    Decodes are sorted by length; a piece takes those up to `stretch` (>= 1) times its shortest and `slack` more, and is
+    padded to its longest: equal lengths cost one call, unequal ones little padding. A prefill chunk is a piece by itself.
+    A whole prompt is plain causal attention, for which no mask is needed (None); a chunk behind other tokens is cut every
+    `chunk_rows` rows, so that its mask [q_len, L] stays small. Masks are additive, 0 or -inf; for decodes [n, 1, 1, L],
+    or None where nothing is to be masked.
     Example (block size 4; A decodes its 10th token from blocks 3 5 1, B prefills 3 tokens into block 2):
         rows 1 2 3, slots [[8 9 10]], None, …   and   rows 0, slots [[12 13 14 15 20 21 22 23 4 5]], None, …
     Padding points at a slot that its sequence does own. A masked key gets weight 0, but 0 * NaN is NaN: masking the
@@ -273,10 +274,9 @@ def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, max_buckets=4,
                         torch.ones(b - a, last, dtype=torch.bool, device=device).triu_(first + 1), -torch.inf)
                 plan.append((torch.arange(starts[s] + a, starts[s] + b, device=device), slots[:, :last], mask))
     decodes.sort()
-    size = -(-len(decodes) // max_buckets)
-    for i in range(0, len(decodes), max(size, 1)):
-        bucket = decodes[i:i + size]
-        L = bucket[-1][0]
+    while decodes:
+        bucket = [(L, s) for L, s in decodes if L <= decodes[0][0] * stretch + slack]
+        decodes, L = decodes[len(bucket):], bucket[-1][0]
         ids = torch.tensor([s for _, s in bucket], device=device)                        # [n]
         n_keys = torch.tensor([n for n, _ in bucket], device=device)[:, None]            # [n, 1]
         positions = torch.arange(L, device=device)[None]                                 # [1, L]

@@ -344,7 +344,7 @@ class Llama(nn.Module):
 
     def pack_weights(self):
         """On a CPU: lay each matrix out in the tiles that oneDNN's products walk through, once, instead of in each product. For
-        the decodes of a 135M model this halves the time of the products or better (`python chapters/bench.py --linears`).
+        the decodes of a 135M model this halves the time of the products or better (`python chapters/bench_peers.py --linears`).
 
         The plain copy is dropped, but for the embedding, from which single rows are read: a tied model holds it twice then.
         Nothing happens where this build of PyTorch or the dtype has no such layout.

@@ -52,9 +52,9 @@ def test_attention_twin_in_pieces():
     """However a plan cuts the batch (buckets of decodes, rows of a chunk), the result is the same."""
     b = example_batch([3, 30, 7, 19, 25], [1, 1, 1, 19, 9], H=4, Hkv=1, d=16)
     want = attention_the_slow_way(b).float()
-    for buckets, rows in ((1, 1024), (2, 4), (4, 1), (9, 18)):
+    for stretch, slack, rows in ((1.5, 64, 1024), (1.5, 0, 4), (1, 0, 1), (1, 9, 18)):
         where = b.query_start_loc, b.seq_lens, b.block_tables
-        plan = kernels.gather_plan(*where, b.k_cache, max_buckets=buckets, chunk_rows=rows)
+        plan = kernels.gather_plan(*where, b.k_cache, stretch=stretch, slack=slack, chunk_rows=rows)
         got = kernels.paged_attention(b.q, b.k_cache, b.v_cache, *where, b.scale, plan)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 

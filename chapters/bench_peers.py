@@ -1,0 +1,262 @@
+"""The engine beside its peers on one CPU: transformers, and vLLM where it is installed, in one run.
+
+    python chapters/bench_peers.py --model DIR                             nano-serve and transformers
+    python chapters/bench_peers.py --model DIR --vllm /path/to/python      … and the vLLM of that interpreter
+    python chapters/bench_peers.py --model DIR --budget                    where a step's time goes, against the machine's floor
+    python chapters/bench_peers.py --linears                               matrix products: as stored, transposed, packed
+
+Every system is loaded once, in a process of its own; then they take turns on the same workloads (token ids, greedy, EOS
+ignored), so that a slow minute of the machine hits all of them. The ratios are what counts. A turn during which other
+work took more than an eighth of a core is repeated, then marked "!". Workloads: a1 128 tokens in, 1 out; a 128 in, 128
+out (decode: (a - a1) / 127); c 2,048 in, 1 out; b 32 requests at once, 32-512 in, 16-256 out.
+"""
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+VOCABULARY = range(100, 32000)                  # ids that every Llama-like vocabulary has, without the special ones at its ends
+
+
+def workloads():
+    """{name: [(prompt ids, tokens out)]}, the same in every process."""
+    rng = random.Random(2024)
+    prompt = lambda n: [rng.choice(VOCABULARY) for _ in range(n)]
+    short = prompt(128)
+    return {"a1": [(short, 1)], "a": [(short, 128)], "c": [(prompt(2048), 1)],
+            "b": [(prompt(rng.randint(32, 512)), rng.randint(16, 256)) for _ in range(32)]}
+
+
+# -- one system in one process: a workload's name comes in as a line, its figures go out as a line -----------------------
+
+def nano_serve(args):
+    from nano_serve import LLM, SamplingParams
+    llm = LLM(args.model, dtype=args.dtype, threads=args.threads, max_num_batched_tokens=4096, enable_prefix_caching=False)
+    greedy = lambda n: SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+    return lambda requests: [o.outputs[0].token_ids for o in llm.generate([p for p, _ in requests], [greedy(n) for _, n in requests])]
+
+
+def vllm(args):
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    from vllm import LLM, SamplingParams
+    llm = LLM(args.model, dtype=args.dtype, max_model_len=4096, max_num_batched_tokens=4096, enable_prefix_caching=False)
+    greedy = lambda n: SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+    return lambda requests: [list(o.outputs[0].token_ids) for o in llm.generate(
+        [{"prompt_token_ids": p} for p, _ in requests], [greedy(n) for _, n in requests], use_tqdm=False)]
+
+
+def transformers(args):
+    import torch
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+    torch.set_num_threads(args.threads)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype), attn_implementation="sdpa").eval()
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=256),
+        continuous_batching_config=ContinuousBatchingConfig(page_size=256, num_blocks=160, max_batch_tokens=512, use_cuda_graph=False,
+                                                            allow_block_sharing=False, use_async_batching=False))
+    manager.start()
+
+    def run(requests):
+        index = {manager.add_request(p, max_new_tokens=n, eos_token_id=-1): i for i, (p, n) in enumerate(requests)}
+        results = [None] * len(requests)
+        while None in results:
+            result = manager.get_result(timeout=1)
+            if result is None and not manager.is_running():
+                raise RuntimeError("transformers' continuous batching died")
+            if result is not None and result.is_finished():
+                results[index[result.request_id]] = list(result.generated_tokens)
+        return results
+    return run
+
+
+SYSTEMS = {"nano-serve": nano_serve, "transformers": transformers, "vllm": vllm}
+
+
+def serve(args):
+    replies, todo = os.fdopen(os.dup(1), "w", buffering=1), workloads()
+    os.dup2(2, 1)                               # whatever a library prints must not get between the replies
+    run = SYSTEMS[args.serve](args)
+    run([(p[:40], 8) for p, _ in todo["b"][:3]])
+    print(json.dumps({"ready": args.serve, "python": platform.python_version()}), file=replies)
+    for name in map(str.strip, sys.stdin):
+        busy, start = busy_seconds(), time.perf_counter()
+        own = time.process_time()
+        tokens = run(todo[name])
+        seconds = time.perf_counter() - start
+        other = (busy_seconds() - busy - (time.process_time() - own)) / seconds
+        assert [len(t) for t in tokens] == [n for _, n in todo[name]], "a system gave another number of tokens"
+        print(json.dumps({"seconds": seconds, "other": other, "tokens": tokens}), file=replies)
+    replies.flush()
+    os._exit(0)
+
+
+def busy_seconds():
+    """CPU seconds that the whole machine has spent working, or that its host has taken away."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+# -- the run ------------------------------------------------------------------------------------------------------------
+
+def compare(args):
+    """Let all systems take turns; returns {(system, dtype): {workload: [turns]}}."""
+    kinds = ["nano-serve", "transformers"] + (["vllm"] if args.vllm else [])
+    results = {}
+    for dtype in args.dtypes:
+        processes = {}
+        for kind in kinds:
+            python = args.vllm if kind == "vllm" else sys.executable
+            processes[kind] = subprocess.Popen(
+                [python, __file__, "--serve", kind, "--model", args.model, "--dtype", dtype, "--threads", str(args.threads)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL if not args.verbose else None, text=True)
+            if not processes[kind].stdout.readline():
+                raise SystemExit(f"{kind} did not start; --verbose shows why")
+        try:
+            for name in [w for w in args.workloads for _ in range(args.turns)]:
+                for kind, process in processes.items():
+                    for _ in range(2):
+                        print(name, file=process.stdin, flush=True)
+                        turn = json.loads(process.stdout.readline() or '{"dead": true}')
+                        if "dead" in turn:
+                            raise SystemExit(f"{kind} died in workload {name}; --verbose shows why")
+                        if turn["other"] < 0.125:
+                            break
+                    mark = "!" if turn["other"] >= 0.125 else ""
+                    print(f"{dtype} {name} {kind}: {turn['seconds']:.3f} s{mark}", file=sys.stderr)
+                    results.setdefault((kind, dtype), {}).setdefault(name, []).append(turn)
+        finally:
+            for process in processes.values():
+                process.kill()
+                process.wait()
+    return results
+
+
+def report(results):
+    """The table: medians, and the ratio of nano-serve's best dtype to each peer's best."""
+    median = lambda turns: statistics.median(t["seconds"] for t in turns)
+    figures = {}
+    for (kind, dtype), of in results.items():
+        m = {name: median(turns) for name, turns in of.items()}
+        row = {}
+        if {"a", "a1"} <= m.keys():
+            row["decode ms/token"] = (m["a"] - m["a1"]) / 127 * 1000
+        if "c" in m:
+            row["TTFT@2048 s"] = m["c"]
+        if "b" in m:
+            row["b s"] = m["b"]
+        figures[kind, dtype] = row
+        marks = "".join("!" for turns in of.values() for t in turns if t["other"] >= 0.125)
+        print(f"{kind:14}{dtype:10}" + "".join(f"{k}: {v:8.2f}   " for k, v in row.items()) + marks)
+        same = all(t["tokens"] == results["nano-serve", dtype][w][0]["tokens"] for w, turns in of.items() for t in turns)
+        print(f"{'':24}same token ids as nano-serve: {'yes' if same else 'no'}")
+    for peer in sorted({kind for kind, _ in figures} - {"nano-serve"}):
+        best = lambda kind, key: min(row[key] for (k, _), row in figures.items() if k == kind)
+        ratios = [f"{key}: {best(peer, key) / best('nano-serve', key):.2f}x" for key in figures["nano-serve", next(iter(results))[1]]]
+        print(f"nano-serve is faster than {peer}, best dtype against best dtype:  " + "   ".join(ratios))
+
+
+# -- where the time goes ------------------------------------------------------------------------------------------------
+
+def best_of(call, n):
+    call()
+    times = []
+    for _ in range(n):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[n // 4]
+
+
+def linears(args):
+    """All matrix products of one step of SmolLM2-135M's shapes, in ms: weights as stored, transposed, packed."""
+    import torch
+    import torch.nn.functional as F
+    torch.set_num_threads(args.threads)
+    shapes = [(960, 576, 30), (576, 576, 30), (3072, 576, 30), (576, 1536, 30), (49152, 576, 1)]     # out, in, layers
+    print(f"{'dtype':10}{'rows':>6}{'as stored':>12}{'transposed':>12}{'packed':>12}   ms for the products of a step")
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows in (1, 8, 32, 256, 2048):
+            total = [0.0, 0.0, 0.0]
+            for n_out, n_in, layers in shapes:
+                if n_out > 9999 and rows > 32:
+                    continue                     # the head sees one row a sequence
+                copies = 1 if n_out > 9999 else 12          # more than the caches hold, as in a model
+                plain = [torch.randn(n_out, n_in, dtype=dtype) for _ in range(copies)]
+                turned = [w.t().contiguous() for w in plain]
+                packed = [torch.ops.mkldnn._reorder_linear_weight(w, 32) for w in plain]
+                x, turn = torch.randn(rows, n_in, dtype=dtype), iter(range(10 ** 9))
+                for i, call in enumerate((lambda: F.linear(x, plain[next(turn) % copies]), lambda: x @ turned[next(turn) % copies],
+                                          lambda: torch.ops.mkldnn._linear_pointwise(x, packed[next(turn) % copies], None, "none", [], ""))):
+                    total[i] += best_of(call, 4 if rows > 100 else 24) * layers * 1000
+            print(f"{str(dtype)[6:]:10}{rows:6}" + "".join(f"{t:12.1f}" for t in total))
+
+
+def budget(args):
+    """One decode step, alone and of 32: the products, attention, the rest of the model, sampling, and what Python adds."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+    from nano_serve import LLM, SamplingParams
+    read = torch.randn(1 << 26)
+    read_rate = read.nbytes / best_of(lambda: read.sum(), 8)
+    for dtype in args.dtypes:
+        llm = LLM(args.model, dtype=dtype, threads=args.threads, max_num_batched_tokens=4096, enable_prefix_caching=False)
+        engine, rng = llm.engine, random.Random(0)
+        size = sum(p.nbytes for p in engine.executor.model.parameters()) + sum(
+            w.packed.nbytes for w in engine.executor.model.modules() if getattr(w, "packed", None) is not None and w.weight is None)
+        for batch in (1, 32):
+            for i in range(batch):
+                engine.add_request(f"{batch}-{i}", [rng.choice(VOCABULARY) for _ in range(128)],
+                                   SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+            for _ in range(4):
+                engine.step()
+            step = min(best_of(engine.step, 8) for _ in range(2))
+            with profile(activities=[ProfilerActivity.CPU]) as p:
+                for _ in range(8):
+                    engine.step()
+            own = {e.key: e.self_cpu_time_total / 8e3 for e in p.key_averages()}                     # ms a step
+            products = own.get("mkldnn::_linear_pointwise", 0) + own.get("aten::mm", 0) + own.get("aten::addmm", 0)
+            attention = sum(v for k, v in own.items() if "scaled_dot_product" in k) + own.get("aten::index_select", 0)
+            others = sum(own.values()) - products - attention
+            print(f"{dtype} batch {batch}: step {step * 1000:.1f} ms; under the profiler: products {products:.1f}, attention with its "
+                  f"gathers {attention:.1f}, other operators {others:.1f} ms; reading the weights once at {read_rate / 1e9:.0f} GB/s "
+                  f"would take {size / read_rate * 1000:.1f} ms")
+            for i in range(batch):
+                engine.abort_request(f"{batch}-{i}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a Hugging Face checkpoint folder, such as SmolLM2-135M-Instruct")
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM installed")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--workloads", nargs="+", default=["a1", "a", "c", "b"], choices=sorted(workloads()))
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--budget", action="store_true")
+    parser.add_argument("--linears", action="store_true")
+    parser.add_argument("--verbose", action="store_true", help="show what the systems print")
+    parser.add_argument("--serve", choices=sorted(SYSTEMS), help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not (args.model or args.linears):
+        parser.error("--model is needed")
+    if args.serve:
+        serve(args)
+    elif args.linears:
+        linears(args)
+    elif args.budget:
+        budget(args)
+    else:
+        print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {args.threads} threads, Python {platform.python_version()}")
+        report(compare(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What a step costs, counted instead of timed: operators, tensors made, work of the engine itself.
+
+A clock in a test suite measures the machine's neighbours. These counts are the same on every machine, so a change that makes
+a step more expensive shows here. A bound that is exceeded for a good reason may be raised, knowingly.
+"""
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nano_serve import EMBEDDED_MODEL, LLM, SamplingParams
+
+VIEWS = {"view", "as_strided", "slice", "select", "expand", "permute", "transpose", "t", "unsqueeze", "split", "split_with_sizes",
+         "alias", "detach", "_unsafe_view", "unflatten", "squeeze", "unbind", "chunk"}       # they compute nothing and make no tensor's memory
+
+
+class Count(TorchDispatchMode):
+    """Counts the operators that compute something, by name, and the bytes of the tensors that they make."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops, self.bytes = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        if name not in VIEWS:
+            self.ops[name] = self.ops.get(name, 0) + 1
+            in_place = name.endswith("_") or "out" in (kwargs or {})
+            for out in () if in_place else result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(out, torch.Tensor) and not out.is_mkldnn:
+                    self.bytes += out.nbytes
+        return result
+
+
+def decode_step(batch, length=20, **options):
+    """The counts of one step in which `batch` requests of equal length decode."""
+    with LLM(EMBEDDED_MODEL, enable_prefix_caching=False, **options) as llm:
+        for i in range(batch):
+            llm.engine.add_request(str(i), list(range(100, 100 + length)), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        for _ in range(3):
+            llm.engine.step()
+        layers = llm.engine.config.num_hidden_layers
+        with Count() as count:
+            assert len(llm.engine.step()) == batch
+    return count, layers
+
+
+def test_operators_of_a_decode_step_do_not_depend_on_the_batch():
+    """Equal lengths: one piece for attention, whatever the number of requests. A loop over requests would show here."""
+    (one, _), (many, _) = decode_step(1), decode_step(32)
+    assert sum(many.ops.values()) == sum(one.ops.values()), (one.ops, many.ops)
+
+
+def test_operators_of_a_layer():
+    """Four products, one attention, two gathers, two writes a layer; everything together stays below a bound."""
+    count, layers = decode_step(8)
+    products = sum(n for name, n in count.ops.items() if name in ("_linear_pointwise", "mm", "addmm"))
+    assert products == 4 * layers + 1                                                         # and the head
+    assert sum(n for name, n in count.ops.items() if "scaled_dot_product" in name) == layers
+    assert count.ops["index_copy_"] == 3 * layers                                             # K, V, and attention's output
+    assert sum(count.ops.values()) <= 58 * layers + 60, count.ops
+
+
+def test_no_tensor_of_the_size_of_the_weights_or_the_pool_is_made():
+    """A step makes activations only: a few KiB a token and layer, no copy of a matrix, none of the pool."""
+    count, layers = decode_step(8)
+    keys = 2 * 8 * 24 * 8 * 16 * 4                             # K and V gathered: 8 requests of up to 24 tokens, once a step
+    assert count.bytes < 8 * 64 * 1024 * layers + 2 * layers * keys
+
+
+def test_nothing_waits_for_a_value_of_the_device_but_for_the_tokens():
+    """Each `.item()` or comparison in Python would make a GPU wait. On the twins' path a layer has one (is any slot padding?), and
+    sampling fetches its result."""
+    count, layers = decode_step(8)
+    assert count.ops.get("_local_scalar_dense", 0) <= layers + 2, count.ops
+
+
+@pytest.mark.parametrize("waiting", [10, 1000])
+def test_python_calls_of_a_step_do_not_grow_with_the_queue(waiting):
+    """Function calls of one engine step, with 8 requests running and `waiting` behind them."""
+    calls = {}
+    for queue in (0, waiting):
+        with LLM(EMBEDDED_MODEL, enable_prefix_caching=False, max_num_seqs=8) as llm:
+            for i in range(8 + queue):
+                llm.engine.add_request(str(i), list(range(100, 120)), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+            for _ in range(3):
+                llm.engine.step()
+            n = 0
+
+            def profiler(frame, event, arg):
+                nonlocal n
+                n += event == "call" and "/torch/" not in frame.f_code.co_filename
+            sys.setprofile(profiler)
+            try:
+                llm.engine.step()
+            finally:
+                sys.setprofile(None)
+            calls[queue] = n
+    assert calls[waiting] <= calls[0] + 20, calls
