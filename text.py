@@ -3,7 +3,7 @@
 Mirrors   vLLM: v1/engine/detokenizer.py:69 BaseIncrementalDetokenizer, v1/engine/detokenizer.py:310 check_stop_strings
 Promises  the pieces of text that a request shows, laid end to end, are the decode of all its tokens, cut at the stop
           string.
-Why a file of its own: it needs no weights and no tensors, and all that goes wrong in it goes wrong in single characters.
+Why a file of its own: it needs no weights, no tensors, and all that goes wrong in it goes wrong in single characters.
 """
 import json
 import time
@@ -100,9 +100,9 @@ class Detokenizer:
     def __init__(self, codec, params):
         self.codec, self.params = codec, params
         self.token_ids, self.text = [], ""
-        self.read_offset = 0            # token_ids[read_offset:] have given no text yet
-        self.prefix_offset = 0           # the window that is decoded begins here, with the tokens of the last piece of text
-        self.shown = 0             # text[:shown] may be shown, the rest could be the beginning of a stop string
+        self.read_offset = 0         # token_ids[read_offset:] have given no text yet
+        self.prefix_offset = 0       # the window that is decoded begins here, with the tokens of the last piece of text
+        self.shown = 0               # text[:shown] may be shown, the rest could be the beginning of a stop string
 
     def append(self, token_id, finished, show_token=True):
         """Take a token in (show_token False: the stop token itself, which has no text). Returns the stop string that
@@ -124,8 +124,8 @@ class Detokenizer:
 
     def _find_stop(self, before):
         """The earliest stop string that ends in the new text; the text is cut at it."""
-        if len(self.token_ids) <= self.params.min_tokens:    # token number min_tokens itself may not end the text, just as
-            return None                                      # model.adjust_logits bans a stop id until min_tokens exist
+        if len(self.token_ids) <= self.params.min_tokens:    # token number min_tokens itself may not end the text,
+            return None                                      # as model.adjust_logits bans stop ids until so many exist
         places = [(self.text.find(s, max(before - len(s) + 1, 0)), -len(s), s) for s in self.params.stop]
         found = [place for place in places if place[0] >= 0]
         if not found:
