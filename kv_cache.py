@@ -355,7 +355,8 @@ class KVCacheManager:
         self.block_pool.free_blocks(reversed(blocks))
         # Preempted in a step that had already scheduled it? That step was to fill these blocks: they are published, and
         # now nobody will write them. Nobody has hit them yet, as a step that preempts admits no one, so it is in time
-        # to take their names away; they stay at the back, where vLLM puts them. At any other moment all that is published is written, and the slice is empty.
+        # to take their names away; they stay at the back, where vLLM puts them. At any other moment all that is
+        # published is written, and the slice is empty.
         for block in blocks[request.num_computed_tokens // self.block_size:num_cached]:
             self.block_pool.uncache_block(block)
 
