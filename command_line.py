@@ -256,7 +256,7 @@ def main(argv=None):
         sys.stdout.reconfigure(errors="replace")
     try:
         if args.shards:
-            known = args.model in PUBLISHED          # Llama-3-70B and the like: from the published sizes, nothing is loaded
+            known = args.model in PUBLISHED          # Llama-3-70B and the like: from published sizes, nothing is loaded
             config = published_config(args.model) if known else LlamaConfig.from_folder(find_checkpoint(args.model))
             print(format_shard_report(config, args.tensor_parallel_size))
             return 0
