@@ -43,7 +43,8 @@ class SamplingParams:
 
     temperature 0 is greedy; top_k 0 (or -1) and top_p 1.0 keep every token. `stop` is one string or several;
     `stop_token_ids` end the request: the id is kept, its text is not shown; `ignore_eos` lets it run past the model's
-    own end; max_tokens None means until --max-model-len. Raises ValueError naming the value and its limit; only the vocabulary isn't known here.
+    own end; max_tokens None means until --max-model-len. Raises ValueError naming the value and its limit; only the
+    vocabulary isn't known here.
     vLLM: sampling_params.py SamplingParams (there also bad words, logit bias, structured output, prompt logprobs)
     """
 
