@@ -1,10 +1,11 @@
 """The examination of the tiny model: what models/README.md says about it, measured.
 
-    python models/evaluate_tiny.py [--model models/tiny-llama3] [--only facts stories positions long]
+    python models/evaluate_tiny.py [--model models/tiny-llama3] [--only names positions stories facts long]
 
 facts      every held-out wording of a serving question (serving_qa.held_out_questions): greedy answer, key words decide
 stories    50 greedy stories: do they end by themselves, is every word a word, does no sentence come twice
-positions  loss by position on held-out rows of 4,096 tokens: 300-500 against 2,000-2,400
+positions  the loss of held-out text at positions 300-500 against that at 2,000-2,400
+names      loss on held-out rows, and how many repeated names are predicted right
 long       the running example: 2,050 tokens of prompt, 300 tokens beyond, words and sentences checked
 
 Everything is greedy, in fp32, on the weights as they are shipped (bf16).  Answers come from a small batched loop over
@@ -35,12 +36,16 @@ EXAM_SEED = "examination"        # no seed of the training
 
 
 # ---------------------------------------------------------------- greedy text
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
 @torch.inference_mode()
 def generate(model: Llama, tokenizer: Tokenizer, prompt: str, max_tokens: int, ignore_eos: bool = False) -> tuple[str,
     bool, int]:
     """prompt, special tokens written out  →  (greedy text, did it end by itself, output tokens)."""
     config, eps = model.config, model.config.rms_norm_eps
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    ids = encode(tokenizer, prompt)
     new, output = ids, []
     keys: list = [None] * config.num_hidden_layers                                    # each [Hkv, tokens so far, d]
     values = list(keys)
@@ -140,22 +145,31 @@ def examine_stories(model: Llama, tokenizer: Tokenizer, count: int = 50, show: i
 
 
 @torch.no_grad()
-def examine_positions(model: Llama, tokenizer: Tokenizer, rows: int = 24) -> dict:
-    """Two kinds of held-out rows: documents one after the other, and one long document (system prompt, then chat)."""
+def examine_positions(model: Llama, tokenizer: Tokenizer, rows: int = 40) -> dict:
+    """The same 150 tokens of a held-out chat, read early (positions 300-500) and late (2,000-2,400).
+
+    Only what stands before them changes, so the comparison is not blurred by one text being harder than another.  That
+    is a system prompt of many short pieces, or a chat so far, or (never in serving) other documents in the row."""
     figures = {}
-    packed, long = Rows(tokenizer, EXAM_SEED + " packed"), Rows(tokenizer, EXAM_SEED + " long")
-    for kind in ("documents in a row", "one long document"):
-        losses = []
+    for kind in ("after a system prompt", "after a chat", "after other documents"):
+        rng, losses = random.Random(f"{EXAM_SEED} {kind}"), []
+        opening, more, closing = {
+            "after a system prompt": (tinytext.BOS + tinytext.turn("system", "").removesuffix(tinytext.EOT),
+                                      lambda: tinytext.piece(rng) + "\n\n", tinytext.EOT),
+            "after a chat": (tinytext.BOS, lambda: tinytext.chat(rng, 0.5), ""),
+            "after other documents": ("", lambda: tinytext.document(rng), tinytext.BOS)}[kind]
         for _ in range(rows):
-            if kind == "documents in a row":
-                ids: list[int] = []
-                while len(ids) < 2600:
-                    ids += packed.row(512)[:400] if not ids else packed.encode(tinytext.document(packed.rng))
-            else:
-                ids = long.row(4096)
-            losses.append(token_losses(model, torch.tensor([ids[:2600]]))[0][0])
-        mean = torch.stack(losses).mean(0)                                            # [2599]
-        near, far = mean[300:500].mean().item(), mean[2000:2400].mean().item()
+            probe, text = [], opening
+            while len(probe) < 150:
+                probe += encode(tokenizer, tinytext.chat(rng, 0.5))
+            for start in (300, 2000, 2200):
+                while len(encode(tokenizer, text)) < start:
+                    text += more()
+                prefix = encode(tokenizer, text + closing)
+                row = torch.tensor([prefix + probe[:150]])
+                losses.append(token_losses(model, row)[0][0, len(prefix) - 1:].mean().item())
+        near = sum(losses[0::3]) / rows
+        far = (sum(losses[1::3]) + sum(losses[2::3])) / (2 * rows)
         figures[kind] = {"300-500": near, "2000-2400": far, "far / near": far / near}
     return figures
 
@@ -165,7 +179,7 @@ def examine_long(model: Llama, tokenizer: Tokenizer) -> dict:
     prompt = ask(example["question"], example["system"])
     text, _, n = generate(model, tokenizer, prompt, 300, ignore_eos=True)
     print(f"{text}\n")
-    return {"prompt tokens": len(tokenizer.encode(prompt, add_special_tokens=False).ids), "output tokens": n,
+    return {"prompt tokens": len(encode(tokenizer, prompt)), "output tokens": n,
             "broken words": broken_words(text), "sentences twice": repeated_sentences(text)}
 
 
@@ -182,7 +196,7 @@ def main() -> None:
     model = load_model(args.model, torch.float32)
     if "names" in args.only:
         rows = Rows(tokenizer, EXAM_SEED + " names")
-        loss, copied = validate(model, [rows.batch(512) for _ in range(6)], name_tokens(tokenizer))
+        loss, copied = validate(model, [rows.batch(8, 512) for _ in range(6)], name_tokens(tokenizer))
         print(f"names: loss {loss:.4f} nats a token, repeated names right {copied:.1%}")
     parts = {"positions": lambda: examine_positions(model, tokenizer), "stories": lambda: examine_stories(model,
         tokenizer, show=args.show),

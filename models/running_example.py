@@ -35,7 +35,7 @@ CHAPTERS = (  # the handbook: a title and the facts under it, in the order of th
     ("Many GPUs.", "tp tp_kv all_reduce disaggregation"),
 )
 QUESTION = ("Walk me through the life of a request, from its arrival to its last token. "
-            "Say where the KV cache, the block table, the prefix cache and the token budget come in.")
+            "Say where the KV cache, the block table, the prefix cache and the token budget are used.")
 
 
 def system_ids(tokenizer: Tokenizer, system: str) -> list[int]:

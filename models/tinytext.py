@@ -401,6 +401,21 @@ def small_question(rng: random.Random) -> tuple[str, str]:
     return f"What is the opposite of {word}?", f"The opposite of {word} is {OPPOSITES[word]}."
 
 
+def copying_exercise(rng: random.Random) -> tuple[str, str]:
+    """A question whose answer repeats what it says: a name, or a row of words.  A model this small learns late to copy,
+    and a story needs it in every sentence; here copying is all there is to learn."""
+    name = rng.choice(SHE + HE)
+    if rng.random() < 0.5:
+        return rng.choice([
+            (f"Hello, I am {name}.", f"Hello, {name}! How can I help you?"), (f"My name is {name}.",
+                f"Hello, {name}! How can I help you?"),
+            (f"I am {name}. Who am I?", f"You are {name}."), (f"My name is {name}. What is my name?",
+                f"Your name is {name}."),
+            (f"My friend is called {name}. What is the name of my friend?", f"The name of your friend is {name}.")])
+    words = rng.sample(SHE + HE + OBJECTS + COLORS + list(ANIMALS) + list(PLACES), rng.randint(2, 8))
+    return f"{rng.choice(['Say these words again', 'Say it again'])}: {' '.join(words)}", " ".join(words) + "."
+
+
 def serving_question(rng: random.Random) -> tuple[str, str]:
     """A question about serving and the fact that answers it."""
     fact = rng.choice(FACTS)
@@ -444,8 +459,11 @@ def chat(rng: random.Random, serving: float) -> str:
     return exchange(question, story) + "".join(exchange(*follow_up(rng, cast)) for _ in range(rng.choice([0, 0, 1, 2])))
 
 
-def document(rng: random.Random) -> str:
-    """A story, or a chat with or without a short system prompt: 50 to 400 tokens."""
+def document(rng: random.Random, exercises: float = 0.0) -> str:
+    """A story, or a chat with or without a short system prompt: 50 to 400 tokens.
+    `exercises` is the share of documents that are copying exercises instead."""
+    if exercises and rng.random() < exercises:
+        return BOS + "".join(exchange(*copying_exercise(rng)) for _ in range(rng.choice([1, 2])))
     if rng.random() < 0.2:
         return BOS + make_story(rng)[0] + END_OF_TEXT
     system = turn("system", rng.choice(SYSTEM_PROMPTS)) if rng.random() < 0.35 else ""

@@ -29,9 +29,21 @@ import kernels  # noqa: E402
 import tinytext  # noqa: E402
 from model import Llama, LlamaConfig, weight_plan  # noqa: E402
 
-TOKENS = 6_400_000               # the budget: tokens, not minutes, so that a slow machine makes the same model
-SHORT, LONG = (6, 320), (1, 4096)  # rows and their length: a short step holds about two documents a row
-LONG_FROM, LONG_EVERY = 2_000_000, 12    # after so many tokens, every twelfth step is a long row
+TOKENS = 7_200_000               # the budget: tokens, not minutes, so that a slow machine makes the same model
+LENGTH, LONG_LENGTH = 320, 4096   # tokens a row: about two documents, or one long system prompt and a chat
+# The curriculum.  From so many tokens on: short rows a step, one long row every so many steps, the share of copying
+# exercises among the short documents, a factor of the learning rate.  First the templates; then long rows; then, since
+# copying does not come by itself soon enough, exercises in it, with quieter steps (more rows, a lower rate).
+CURRICULUM = (
+    (0, 6, None, 0.0, 1.0),
+    (2_000_000, 6, 12, 0.0, 1.0),
+    (2_752_000, 6, 12, 0.2, 1.0),
+    (3_382_000, 12, 6, 0.2, 0.6),
+    (3_965_000, 12, 6, 0.8, 0.6),
+    (4_500_000, 12, 6, 0.15, 0.6),
+    (4_935_000, 12, 6, 0.5, 0.6),
+    (6_000_000, 12, 6, 0.15, 0.6),
+)
 VALIDATION = (8, 512), 2          # rows, and how many batches of them are held out for the loss log
 LEARNING_RATE = 4e-3
 WARM_UP_STEPS = 100
@@ -120,7 +132,7 @@ class Rows:
     """An endless, seeded supply of rows; each starts with <|begin_of_text|>; the last document may be cut."""
 
     def __init__(self, tokenizer: Tokenizer, seed: str):
-        self.tokenizer, self.rng = tokenizer, random.Random(seed)
+        self.tokenizer, self.rng, self.exercises = tokenizer, random.Random(seed), 0.0
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -128,7 +140,7 @@ class Rows:
     def row(self, length: int) -> list[int]:
         ids = self.encode(tinytext.long_document(self.rng, min_chars=5 * length)) if length > 1024 else []
         while len(ids) < length:
-            ids += self.encode(tinytext.document(self.rng))
+            ids += self.encode(tinytext.document(self.rng, self.exercises))
         return ids[:length]
 
     def batch(self, rows: int, length: int) -> torch.Tensor:
@@ -213,9 +225,9 @@ class Muon:
                             alpha=lr * 0.2 * math.sqrt(max(shape)))
 
 
-def learning_rate(progress: float, step: int) -> float:
+def learning_rate(progress: float, step: int, factor: float) -> float:
     """Warm up, hold, fall in a straight line to zero.  progress: the share of the token budget that is spent."""
-    return LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * min(1.0, (1 - progress) / (1 - DECAY_FROM))
+    return LEARNING_RATE * factor * min(1.0, (step + 1) / WARM_UP_STEPS) * min(1.0, (1 - progress) / (1 - DECAY_FROM))
 
 
 # ---------------------------------------------------------------- 4. training
@@ -292,12 +304,13 @@ def main() -> None:
         step, seen = log[-1]["step"], log[-1]["tokens"]
         started -= 60 * log[-1]["minutes"]
     while seen < args.tokens:
-        is_long = seen >= LONG_FROM and step % LONG_EVERY == 0
-        ids = long.batch(*LONG) if is_long else short.batch(*SHORT)                           # [1, 4096] or [6, 320]
+        _, rows, long_every, short.exercises, factor = max(stage for stage in CURRICULUM if stage[0] <= seen)
+        is_long = long_every is not None and step % long_every == 0
+        ids = long.batch(1, LONG_LENGTH) if is_long else short.batch(rows, LENGTH)            # [1, 4096] or [rows, 320]
         loss = token_losses(model, ids)[0].mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
-        lr = learning_rate(seen / args.tokens, step)
+        lr = learning_rate(seen / args.tokens, step, factor)
         muon.step(lr)
         adam.param_groups[0]["lr"] = lr
         adam.step()
