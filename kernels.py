@@ -242,14 +242,14 @@ def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables
 
 
 def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, stretch=1.5, slack=64, chunk_rows=1024):
-    """Which query rows meet which slots, in few and large pieces: a list of (rows [n*q_len], slots [n, L], mask, room for
-    the piece's keys and values, each [n*L, Hkv, d]). k_cache: any layer's, for its sizes and dtype.
+    """Which query rows meet which slots, in few and large pieces: a list of (rows [n*q_len], slots [n, L], mask,
+    room for the piece's keys and values, each [n*L, Hkv, d]). k_cache: any layer's, for its sizes and dtype.
 
     Decodes are sorted by length; a piece takes those up to `stretch` (>= 1) times its shortest and `slack` more, and is
-    padded to its longest: equal lengths cost one call, unequal ones little padding. A prefill chunk is a piece by itself.
-    A whole prompt is plain causal attention, for which no mask is needed (None); a chunk behind other tokens is cut every
-    `chunk_rows` rows, so that its mask [q_len, L] stays small. Masks are additive, 0 or -inf; for decodes [n, 1, 1, L],
-    or None where nothing is to be masked.
+    padded to its longest: equal lengths cost one call, unequal ones little padding. A prefill chunk is a piece of its
+    own. A whole prompt is plain causal attention, for which no mask is needed (None); a chunk behind other tokens is
+    cut every `chunk_rows` rows, so that its mask [q_len, L] stays small. Masks are additive, 0 or -inf; for decodes
+    [n, 1, 1, L], or None where nothing is to be masked.
     Example (block size 4; A decodes its 10th token from blocks 3 5 1, B prefills 3 tokens into block 2):
         rows 1 2 3, slots [[8 9 10]], None, …   and   rows 0, slots [[12 13 14 15 20 21 22 23 4 5]], None, …
     Padding points at a slot that its sequence does own. A masked key gets weight 0, but 0 * NaN is NaN: masking the
