@@ -1,12 +1,12 @@
-"""What is computed (chapters 3 and 7): Llama-3 with grouped-query attention, from a checkpoint folder to a sampled token.
+"""What is computed (chapters 3 and 7): Llama-3 with grouped-query attention, from checkpoint folder to sampled token.
 
-Mirrors   vLLM: model_executor/models/llama.py:446 LlamaForCausalLM, model_executor/layers/linear.py:419 ColumnParallelLinear,
-          vLLM: v1/sample/sampler.py:20 Sampler
-Promises  the same logits as transformers' LlamaForCausalLM (fp32: to rounding), for every dense checkpoint of the family:
-          Llama-3/3.1/3.2, TinyLlama, SmolLM2, Mistral without a sliding window. What it can't compute it refuses, by name.
+Mirrors   vLLM: model_executor/models/llama.py:446 LlamaForCausalLM, v1/sample/sampler.py:20 Sampler,
+          vLLM: model_executor/layers/linear.py:419 ColumnParallelLinear
+Promises  the same logits as transformers' LlamaForCausalLM (fp32: to rounding), for every dense checkpoint of the
+          family: Llama-3/3.1/3.2, TinyLlama, SmolLM2, Mistral without a sliding window. The rest it refuses, by name.
 Leaves out quantised weights, LoRA, pipeline parallelism, other architectures.
-Order     1 LlamaConfig: what the checkpoint says it is.  2 weight_plan: which piece of which tensor goes where, on which
-          rank; the loader, the checks and the shard report all follow that one list.  3 Llama: the forward pass.
+Order     1 LlamaConfig: what the checkpoint says it is.  2 weight_plan: which piece of which tensor goes where, on
+          which rank; the loader, the checks and the shard report all follow that one list.  3 Llama: the forward pass.
           4 load_model.  5 sample: from logits to tokens.
 
 Tensor parallel (TP, 张量并行): rank r of `size` holds a slice of every matrix. QKV and gate+up are cut by output (column
@@ -28,6 +28,9 @@ import kernels
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+PACKED_FOR_ROWS = 32     # oneDNN picks tiles for so many rows; measured, they serve 1 to 2,048 rows as well as any
+GREEDY_BELOW = 1e-5      # as in vLLM: a smaller temperature would overflow the division; its argmax is certain anyway
+LARGE = 1e30             # what a larger parameter is taken for: in fp32 it would be inf, and -inf / inf is no logit
 
 
 # -- 1. The configuration ---------------------------------------------------------------------------------------------
@@ -41,8 +44,7 @@ class LlamaConfig:
     """The fields of config.json that change what is computed, under Hugging Face's names.
 
     Two spellings exist: the old one (`rope_theta` beside `rope_scaling`, `torch_dtype`) and that of transformers 5 (all
-    of RoPE in `rope_parameters`, `dtype`). Either is read; where a file has both, they must agree.
-    """
+    of RoPE in `rope_parameters`, `dtype`). Either is read; where a file has both, they must agree."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -62,8 +64,8 @@ class LlamaConfig:
 
     @classmethod
     def from_folder(cls, folder):
-        """Read config.json, and generation_config.json's EOS ids where there are any: the instruct models of Llama-3 name
-        <|eot_id|> only there, and run on past it if that file is not read. Raises CheckpointError."""
+        """Read config.json, and generation_config.json's EOS ids where there are any: the instruct models of Llama-3
+        name <|eot_id|> only there, and run on past it if that file is not read. Raises CheckpointError."""
         folder = Path(folder)
         if not (folder / "config.json").is_file():
             hint = " (a Meta-format checkpoint: use the Hugging Face one)" if (folder / "params.json").exists() else ""
@@ -91,7 +93,7 @@ class LlamaConfig:
         if rope_type == "llama3":
             for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
                 if not isinstance(rope.get(key), (int, float)):
-                    raise CheckpointError(f"config.json: rope type llama3 needs the number {key}, found {rope.get(key)!r}")
+                    raise CheckpointError(f"config.json: rope type llama3 needs a number {key}, not {rope.get(key)!r}")
         if raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
             raise CheckpointError("config.json: partial_rotary_factor is not supported (only 1.0)")
         size = {key: raw.get(key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -101,30 +103,29 @@ class LlamaConfig:
         for key, value in size.items():
             if not isinstance(value, int) or value < 1:
                 raise CheckpointError(f"config.json: {key} = {value!r}; a positive integer is needed")
-        size["head_dim"] = raw.get("head_dim") or size["hidden_size"] // size["num_attention_heads"]
-        if size["num_attention_heads"] % size["num_key_value_heads"] or size["head_dim"] % 2:
-            raise CheckpointError(f"config.json: {size['num_attention_heads']} query heads over {size['num_key_value_heads']} "
-                                  f"KV heads of size {size['head_dim']}: heads must divide, the size must be even")
+        H, Hkv = size["num_attention_heads"], size["num_key_value_heads"]
+        d = size["head_dim"] = raw.get("head_dim") or size["hidden_size"] // H
+        if H % Hkv or d % 2:
+            raise CheckpointError(f"config.json: {H} query heads over {Hkv} KV heads of size {d}: heads must divide, "
+                                  "the size must be even")
         dtype, eps = _agree("dtype", raw.get("dtype"), raw.get("torch_dtype"), "float32"), raw.get("rms_norm_eps", 1e-6)
         if dtype not in DTYPES or not isinstance(eps, (int, float)):
-            raise CheckpointError(f"config.json: dtype = {dtype!r} must be one of {', '.join(DTYPES)}, rms_norm_eps = {eps!r} a number")
+            raise CheckpointError(f"config.json: dtype = {dtype!r} must be one of {', '.join(DTYPES)}, "
+                                  f"rms_norm_eps = {eps!r} a number")
         eos = _id_set(raw.get("eos_token_id")) | more_eos            # one outside the vocabulary can't be met
-        return cls(**size, rms_norm_eps=eps, rope_theta=float(theta),
+        flags = {key: bool(raw.get(key, False)) for key in ("tie_word_embeddings", "attention_bias", "mlp_bias")}
+        return cls(**size, **flags, dtype=dtype, rms_norm_eps=eps, rope_theta=float(theta),
                    rope_scaling=rope if rope_type == "llama3" else None,
-                   tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-                   attention_bias=bool(raw.get("attention_bias", False)), mlp_bias=bool(raw.get("mlp_bias", False)),
-                   dtype=dtype, eos_token_ids=frozenset(i for i in eos if 0 <= i < size["vocab_size"]))
+                   eos_token_ids=frozenset(i for i in eos if 0 <= i < size["vocab_size"]))
 
     def check_tensor_parallel(self, size):
         """Raise ValueError unless the model can be cut into `size` ranks, naming the sizes that would work."""
-        def fits(n):
-            Hkv = self.num_key_value_heads
-            return (self.num_attention_heads % n == 0 and self.intermediate_size % n == 0
-                    and (Hkv % n == 0 or n % Hkv == 0))     # more ranks than KV heads: each is held by n / Hkv ranks
+        H, Hkv, I = self.num_attention_heads, self.num_key_value_heads, self.intermediate_size
+        fits = lambda n: H % n == 0 and I % n == 0 and (Hkv % n == 0 or n % Hkv == 0)   # n > Hkv: n / Hkv ranks a head
         if size < 1 or not fits(size):
-            raise ValueError(f"--tensor-parallel-size {size} doesn't divide this model's {self.num_attention_heads} query heads, "
-                             f"{self.num_key_value_heads} KV heads and intermediate size {self.intermediate_size}; possible: "
-                             + ", ".join(str(n) for n in range(1, self.num_attention_heads + 1) if fits(n)))
+            possible = ", ".join(str(n) for n in range(1, H + 1) if fits(n))
+            raise ValueError(f"--tensor-parallel-size {size} doesn't divide this model's {H} query heads, "
+                             f"{Hkv} KV heads and intermediate size {I}; possible: {possible}")
 
 
 def _agree(key, a, b, default=None):
@@ -156,8 +157,7 @@ class Piece:
     `shape`, become the rows or columns from `offset` on of the model's parameter `param`.
 
     Example (4 query heads, 2 KV heads, head size 16, hidden 64; rank 1 of 2): the rank's QKV matrix [64, 64] is made of
-    q_proj rows 32:64 at offset 0, k_proj rows 16:32 at 32, v_proj rows 16:32 at 48.
-    """
+    q_proj rows 32:64 at offset 0, k_proj rows 16:32 at 32, v_proj rows 16:32 at 48."""
     param: str
     name: str
     shape: tuple
@@ -168,14 +168,15 @@ class Piece:
 
 
 def weight_plan(config, rank=0, size=1):
-    """Every piece that rank `rank` of `size` needs, layer by layer.  vLLM: model_executor/layers/linear.py:1022 QKVParallelLinear,
-    which replicates KV heads in the same way; there each layer class has a weight_loader instead of this one list."""
+    """Every piece that rank `rank` of `size` needs, layer by layer. KV heads are replicated as in vLLM, where a layer
+    class has a weight_loader instead of this list.  vLLM: model_executor/layers/linear.py:1022 QKVParallelLinear"""
     c, D, I, d = config, config.hidden_size, config.intermediate_size, config.head_dim
     q_rows, kv_rows = c.num_attention_heads * d, c.num_key_value_heads * d
     cut = lambda n: (n * rank // size, n * (rank + 1) // size)
     # More ranks than KV heads: 2 heads over 8 ranks → ranks 0-3 hold head 0, ranks 4-7 head 1. Their query heads are
     # just those of that KV head, so nothing else changes.
-    kv = cut(kv_rows) if size <= c.num_key_value_heads else tuple(d * (c.num_key_value_heads * rank // size + i) for i in (0, 1))
+    head = c.num_key_value_heads * rank // size
+    kv = cut(kv_rows) if size <= c.num_key_value_heads else (d * head, d * (head + 1))
     rows = padded_vocab(c, size) // size
     vocab = min(rows * rank, c.vocab_size), min(rows * (rank + 1), c.vocab_size)
     plan = [Piece("embed_tokens.weight", "model.embed_tokens.weight", (c.vocab_size, D), 0, *vocab, 0)]
@@ -197,10 +198,11 @@ def weight_plan(config, rank=0, size=1):
     for i in range(c.num_hidden_layers):
         at, hf = f"layers.{i}", f"model.layers.{i}"
         plan.append(Piece(f"{at}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (D,), 0, 0, D, 0))
-        fused(f"{at}.qkv_proj", f"{hf}.self_attn", [("q_proj", q_rows, cut(q_rows)), ("k_proj", kv_rows, kv), ("v_proj", kv_rows, kv)],
-              D, c.attention_bias)
+        qkv = [("q_proj", q_rows, cut(q_rows)), ("k_proj", kv_rows, kv), ("v_proj", kv_rows, kv)]
+        fused(f"{at}.qkv_proj", f"{hf}.self_attn", qkv, D, c.attention_bias)
         input_cut(f"{at}.o_proj", f"{hf}.self_attn.o_proj", q_rows, c.attention_bias)
-        plan.append(Piece(f"{at}.post_attention_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (D,), 0, 0, D, 0))
+        norm = "post_attention_layernorm.weight"
+        plan.append(Piece(f"{at}.{norm}", f"{hf}.{norm}", (D,), 0, 0, D, 0))
         fused(f"{at}.gate_up_proj", f"{hf}.mlp", [("gate_proj", I, cut(I)), ("up_proj", I, cut(I))], D, c.mlp_bias)
         input_cut(f"{at}.down_proj", f"{hf}.mlp.down_proj", I, c.mlp_bias)
     plan.append(Piece("norm.weight", "model.norm.weight", (D,), 0, 0, D, 0))
@@ -210,7 +212,7 @@ def weight_plan(config, rank=0, size=1):
 
 
 def padded_vocab(config, size):
-    """The vocabulary rounded up to a multiple of `size`; the logits of the padding are cut off before anyone samples."""
+    """The vocabulary rounded up to a multiple of `size`; the logits of the padding are cut off before sampling."""
     return -(-config.vocab_size // size) * size
 
 
@@ -233,12 +235,11 @@ class ForwardBatch:
     """One ragged batch: all tokens that the scheduler gave to this step, chunks and decodes alike, laid end to end.
 
     token_ids, positions, slot_mapping [T] int64 · query_start_loc [S+1] int32 · seq_lens [S] int32, this step's tokens
-    counted · block_tables [S, B] int32, rows padded with the null block 0 · logits_indices [S'] int64: the rows that end
-    their sequence's known tokens; only they are turned into logits.
+    counted · block_tables [S, B] int32, rows padded with the null block 0 · logits_indices [S'] int64: the rows that
+    end their sequence's known tokens; only they are turned into logits.
     Example (block size 4; A decodes its 10th token from blocks 3 5 1, B prefills 3 tokens into block 2):
         positions 9 | 0 1 2      slot_mapping 5 | 8 9 10      query_start_loc 0 1 4      seq_lens 10 3
-        block_tables 3 5 1 / 2 0 0                            logits_indices 0 3
-    """
+        block_tables 3 5 1 / 2 0 0                            logits_indices 0 3"""
     token_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
@@ -249,7 +250,7 @@ class ForwardBatch:
 
 
 class Weights(nn.Module):
-    """One place in the model for a matrix [out, in] or a norm's vector, with a bias or without; `packed`: see pack_weights."""
+    """One place for a matrix [out, in] or a norm's vector, with a bias or without; `packed`: see pack_weights."""
 
     def __init__(self):
         super().__init__()
@@ -260,18 +261,18 @@ class Weights(nn.Module):
 class Llama(nn.Module):
     """Rank `tp_rank` of the model.  vLLM: model_executor/models/llama.py:446 LlamaForCausalLM
 
-    comm: has `all_reduce(x)` (sum over ranks, returns it) and `gather(x)` (on rank 0 all ranks side by side in the last dimension);
-    None where tp_size is 1. Its parameters are those of `param_shapes`, zeros until `load_model` fills them.
-    """
+    comm: has `all_reduce(x)` (sum over ranks, returns it) and `gather(x)` (on rank 0 all ranks side by side in the last
+    dimension); None for tp_size 1. The parameters are those of `param_shapes`, zeros until `load_model` fills them."""
 
-    def __init__(self, config, dtype=torch.float32, device="cpu", tp_rank=0, tp_size=1, comm=None, attention_backend="auto"):
+    def __init__(self, config, dtype=torch.float32, device="cpu", tp_rank=0, tp_size=1, comm=None,
+                 attention_backend="auto"):
         super().__init__()
         config.check_tensor_parallel(tp_size)
         self.config, self.tp_rank, self.tp_size, self.comm = config, tp_rank, tp_size, comm
         self.ops = kernels.select_backend(attention_backend, torch.device(device))
         self.num_heads = config.num_attention_heads // tp_size                       # this rank's
         self.num_kv_heads = max(config.num_key_value_heads // tp_size, 1)
-        # One parameter for each name of param_shapes: "layers.0.qkv_proj.weight" becomes self.layers[0].qkv_proj.weight.
+        # One parameter for each name of param_shapes: "layers.0.qkv_proj.weight" is self.layers[0].qkv_proj.weight.
         self.layers = nn.ModuleList(nn.Module() for _ in range(config.num_hidden_layers))
         for path, shape in param_shapes(config, tp_rank, tp_size).items():
             *owner, leaf = path.split(".")
@@ -280,16 +281,15 @@ class Llama(nn.Module):
                 if not hasattr(module, name):
                     module.add_module(name, Weights())
                 module = getattr(module, name)
-            module.register_parameter(leaf, nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False))
+            zeros = torch.zeros(shape, dtype=dtype, device=device)
+            module.register_parameter(leaf, nn.Parameter(zeros, requires_grad=False))
         if config.tie_word_embeddings:
             self.lm_head = self.embed_tokens
         self.inv_freq = rope_frequencies(config).to(device)                          # [d/2] fp32
 
     def forward(self, batch, kv_cache):
         """batch: a ForwardBatch; kv_cache: `kv_cache.KVCache` of this rank, written in place  →  logits [S', V].
-
-        x is what the next block reads, residual what it adds to: keeping them apart lets each norm do the add.
-        """
+        x is what the next block reads, residual what it adds to: keeping them apart lets each norm do the add."""
         ops, eps = self.ops, self.config.rms_norm_eps
         cos, sin = self.rope_cos_sin(batch.positions)                                # [T, d/2] each
         plan = ops.plan(batch.query_start_loc, batch.seq_lens, batch.block_tables, kv_cache.k[0])
@@ -310,7 +310,7 @@ class Llama(nn.Module):
         return self.logits(x)
 
     def embed(self, token_ids):
-        """Vocabulary-parallel lookup: a rank knows its own rows, gives zeros for the others', and the sum is the row."""
+        """Vocabulary-parallel lookup: a rank knows its own rows, gives zeros for the others, and the sum is the row."""
         if self.tp_size == 1:
             return F.embedding(token_ids, self.embed_tokens.weight)                  # [T, D]
         rows = len(self.embed_tokens.weight)
@@ -326,8 +326,8 @@ class Llama(nn.Module):
         return q, k, v
 
     def row_parallel(self, proj, x):
-        """A matrix cut by input: each rank has a share of every output, so the shares are summed (one all-reduce). The bias
-        belongs to the sum: added on every rank, it would count tp_size times."""
+        """A matrix cut by input: each rank has a share of every output, so the shares are summed (one all-reduce).
+        The bias belongs to the sum: added on every rank, it would count tp_size times."""
         x = linear(proj, x, with_bias=self.tp_rank == 0)                             # [T, D]
         return x if self.tp_size == 1 else self.comm.all_reduce(x)
 
@@ -337,30 +337,26 @@ class Llama(nn.Module):
         return logits if self.tp_size == 1 else self.comm.gather(logits)[:, :self.config.vocab_size]
 
     def rope_cos_sin(self, positions):
-        """positions [T]  →  cos and sin [T, d/2], fp32: in bf16 the angles of positions 1000 and 1001 would be equal."""
+        """positions [T]  →  cos, sin [T, d/2], fp32: in bf16 the angles of positions 1000 and 1001 would be equal."""
         angles = positions[:, None].float() * self.inv_freq                          # [T, d/2]
         return angles.cos(), angles.sin()
 
-
     def pack_weights(self):
-        """On a CPU: lay each matrix out in the tiles that oneDNN's products walk through, once, instead of in each product. For
-        the decodes of a 135M model this halves the time of the products or better (`python chapters/bench_peers.py --linears`).
+        """On a CPU: lay each matrix out in the tiles that oneDNN's products walk through, once, not in each product.
+        For the decodes of a 135M model this halves their time or better (`python chapters/bench_peers.py --linears`).
 
-        The plain copy is dropped, but for the embedding, from which single rows are read: a tied model holds it twice then.
-        Nothing happens where this build of PyTorch or the dtype has no such layout.
-        """
-        fp16, bf16 = torch.ops.mkldnn._is_mkldnn_fp16_supported, torch.ops.mkldnn._is_mkldnn_bf16_supported
-        dtype = self.norm.weight.dtype
-        if not torch.backends.mkldnn.is_available() or dtype == torch.float16 and not fp16() or dtype == torch.bfloat16 and not bf16():
+        The plain copy is dropped, but for the embedding, from which single rows are read: a tied model then holds it
+        twice. Nothing happens where this build of PyTorch or the dtype has no such layout."""
+        mkldnn, dtype = torch.ops.mkldnn, self.norm.weight.dtype
+        supported = {torch.float16: mkldnn._is_mkldnn_fp16_supported, torch.bfloat16: mkldnn._is_mkldnn_bf16_supported}
+        if not torch.backends.mkldnn.is_available() or dtype in supported and not supported[dtype]():
             return
         for name, weights in self.named_modules():
-            if isinstance(weights, Weights) and weights.weight.ndim == 2 and (name != "embed_tokens" or self.lm_head is weights):
-                weights.packed = torch.ops.mkldnn._reorder_linear_weight(weights.weight.detach(), PACKED_FOR_ROWS)
-                if name != "embed_tokens":
+            embedding = name == "embed_tokens"
+            if isinstance(weights, Weights) and weights.weight.ndim == 2 and (not embedding or self.lm_head is weights):
+                weights.packed = mkldnn._reorder_linear_weight(weights.weight.detach(), PACKED_FOR_ROWS)
+                if not embedding:
                     weights.weight = None
-
-
-PACKED_FOR_ROWS = 32     # oneDNN picks the tiles for so many rows; measured, they serve 1 to 2,048 rows as well as any others
 
 
 def linear(proj, x, with_bias=True):
@@ -376,39 +372,37 @@ def rope_frequencies(config):
 
     Llama-3.1 stretches the slow ones so that 128k positions fit the angles learned at 8k: wavelengths over
     original/low_freq_factor turn `factor` times slower, those under original/high_freq_factor stay, a ramp in between.
-    vLLM: model_executor/layers/rotary_embedding/llama3_rope.py:11 Llama3RotaryEmbedding
-    """
-    freq = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)    # [d/2]
+    vLLM: model_executor/layers/rotary_embedding/llama3_rope.py:11 Llama3RotaryEmbedding"""
+    freq = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)    # [d/2] fp32
     if (s := config.rope_scaling) is None:
         return freq
     turns = s["original_max_position_embeddings"] * freq / (2 * math.pi)      # full turns within the original context
     low, high = s["low_freq_factor"], s["high_freq_factor"]
-    keep = ((turns - low) / (high - low)).clamp(0, 1)                         # 0: slow down by factor … 1: leave as it is
+    keep = ((turns - low) / (high - low)).clamp(0, 1)                         # 0: slow down by factor … 1: leave as is
     return (1 - keep) * freq / s["factor"] + keep * freq                      # [d/2]
 
 
 # -- 4. Loading -------------------------------------------------------------------------------------------------------
 
 def find_checkpoint(model):
-    """A folder's path, or a hub id like "meta-llama/Llama-3.2-1B-Instruct", looked up in (or fetched into) the hub's cache."""
+    """A folder's path, or a hub id like "meta-llama/Llama-3.2-1B", looked up in (or fetched into) the hub's cache."""
     if Path(model).is_dir():
         return Path(model)
     if Path(model).exists() or str(model).count("/") != 1 or str(model)[0] in "./~":
         raise CheckpointError(f"{model} is no folder with a checkpoint, and no hub id of the form owner/name")
     from huggingface_hub import snapshot_download
     try:
-        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.jinja"], ignore_patterns=["original/*"]))
-    except Exception as error:           # offline, gated, misspelt: the hub has a class for each, the remedy is the same
-        raise CheckpointError(f"{model} is neither a folder here nor could it be had from the hub ({type(error).__name__}). "
+        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+                                      ignore_patterns=["original/*"]))
+    except Exception as error:          # offline, gated, misspelt: the hub has a class for each, the remedy is the same
+        raise CheckpointError(f"{model} is neither a folder here nor to be had from the hub ({type(error).__name__}). "
                               f"With a connection: `hf download {model}`, then name it again") from error
 
 
 def checkpoint_tensors(folder):
     """{tensor name: (file, shape)} of a checkpoint, from the index where there is one and the files' headers.
-
-    The index decides: a file it doesn't name is ignored. A safetensors file opens with 8 bytes (the header's length), then
-    JSON with each tensor's place; one that ends before its last tensor does was cut off in a download.
-    """
+    The index decides: a file it doesn't name is ignored. A safetensors file opens with 8 bytes (the header's length),
+    then JSON with each tensor's place; one that ends before its last tensor does was cut off in a download."""
     folder = Path(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
@@ -418,8 +412,9 @@ def checkpoint_tensors(folder):
     elif single.is_file():
         wanted = None
     else:
-        found = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pth", ".safetensors", ".gguf"))) or "none"
-        raise CheckpointError(f"{folder} holds neither model.safetensors nor its index (weight files found: {found})")
+        found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pth", ".safetensors", ".gguf"))
+        raise CheckpointError(f"{folder} holds neither model.safetensors nor its index (weight files found: "
+                              f"{', '.join(found) or 'none'})")
     tensors = {}
     for file in sorted(set(wanted.values())) if wanted else [single.name]:
         path = folder / file
@@ -448,8 +443,8 @@ def checkpoint_tensors(folder):
 
 
 def load_model(folder, dtype, device="cpu", tp_rank=0, tp_size=1, comm=None, attention_backend="auto"):
-    """A Llama with its weights: each piece goes from the mapped file straight to its place, converted on the way, so that at
-    most one tensor exists twice. All names and shapes are checked first. Raises CheckpointError naming the tensor.
+    """A Llama with its weights: each piece goes from the mapped file straight to its place, converted on the way, so
+    that at most one tensor exists twice. Names and shapes are checked first. Raises CheckpointError naming the tensor.
     vLLM: model_executor/models/llama.py:441 LlamaModel.load_weights"""
     config, tensors = LlamaConfig.from_folder(folder), checkpoint_tensors(folder)
     config.check_tensor_parallel(tp_size)
@@ -457,14 +452,14 @@ def load_model(folder, dtype, device="cpu", tp_rank=0, tp_size=1, comm=None, att
     for piece in plan:
         if piece.name not in tensors:
             raise CheckpointError(f"tensor {piece.name} {list(piece.shape)} is missing from {folder}")
-        if tensors[piece.name][1] != piece.shape:
-            raise CheckpointError(f"tensor {piece.name} is {list(tensors[piece.name][1])}; the config asks for {list(piece.shape)}")
+        if (shape := tensors[piece.name][1]) != piece.shape:
+            raise CheckpointError(f"tensor {piece.name} is {list(shape)}; the config asks for {list(piece.shape)}")
     unused = set(tensors) - {p.name for p in plan}
-    unused -= {name for name in unused if name.endswith("rotary_emb.inv_freq")}      # old files store what is computed here
+    unused -= {name for name in unused if name.endswith("rotary_emb.inv_freq")}      # old files store it; computed here
     if config.tie_word_embeddings:
-        unused.discard("lm_head.weight")                                             # some tools save the tied head as well
+        unused.discard("lm_head.weight")                                             # some tools save the tied head too
     if unused:
-        raise CheckpointError(f"{len(unused)} tensors of {folder} have no place in this model, the first: {min(unused)}")
+        raise CheckpointError(f"{len(unused)} tensors of {folder} have no place in this model; first: {min(unused)}")
     model = Llama(config, dtype, device, tp_rank, tp_size, comm, attention_backend)
     params = dict(model.named_parameters())
     for file in sorted({path for path, _ in tensors.values()}):
@@ -481,8 +476,9 @@ def load_model(folder, dtype, device="cpu", tp_rank=0, tp_size=1, comm=None, att
 
 
 def auto_dtype(config, device):
-    """`--dtype auto`: the file's own on a GPU. On a CPU fp32 up to 2 billion parameters: it is the faster one there, since few
-    CPUs multiply bf16 natively, and it is exact; larger models keep the file's dtype, for they would not fit."""
+    """`--dtype auto`: the file's own on a GPU. On a CPU fp32 up to 2 billion parameters: it is exact, and the faster
+    one on CPUs without bf16 instructions; with them (avx512_bf16, amx) `--dtype bfloat16` is faster. Larger models keep
+    the file's dtype, for they would not fit."""
     n = sum(math.prod(shape) for shape in param_shapes(config).values())
     return torch.float32 if device == "cpu" and n <= 2e9 else DTYPES[config.dtype]
 
@@ -490,12 +486,11 @@ def auto_dtype(config, device):
 # -- 5. Sampling ------------------------------------------------------------------------------------------------------
 
 def sample(logits, requests):
-    """One token for each row.  logits [S', V]; requests: the row's Request  →  list of ids, None where logits aren't finite.
+    """One token for each row.  logits [S', V], the rows' requests  →  list of ids, None where logits aren't finite.
 
     temperature 0 is argmax, in any mixture with sampled rows. A draw is one uniform number that depends on the
     request's seed and the index of the output token, nothing else: not on the neighbours, the chunks, or a preemption.
-    vLLM: v1/sample/sampler.py:20 Sampler, which draws per-request generators' exponentials instead.
-    """
+    vLLM: v1/sample/sampler.py:20 Sampler, which draws per-request generators' exponentials instead."""
     logits = logits.float()                                                          # [S', V]
     if any(adjusts_logits(r) for r in requests):
         logits = logits.clone()                  # the caller still wants the raw ones, for the log-probabilities
@@ -504,41 +499,36 @@ def sample(logits, requests):
                 adjust_logits(row, request)
     best, ids = logits.max(dim=-1)                                                   # [S'] each; max lets a NaN through
     token_ids = [i if ok else None for i, ok in zip(ids.tolist(), best.isfinite().tolist())]
-    rows = [i for i, r in enumerate(requests) if r.sampling_params.temperature >= GREEDY_BELOW and token_ids[i] is not None]
+    rows = [i for i, r in enumerate(requests)
+            if r.sampling_params.temperature >= GREEDY_BELOW and token_ids[i] is not None]
     if rows:
         for i, token_id in zip(rows, draw(logits[rows], [requests[i] for i in rows])):
             token_ids[i] = token_id
     return token_ids
 
 
-GREEDY_BELOW = 1e-5      # as in vLLM: a smaller temperature would overflow the division, and its argmax is certain anyway
-LARGE = 1e30             # what a larger parameter is taken for: in fp32 it would be infinite, and -inf / inf is no logit
-
-
 def draw(logits, requests):
     """Temperature, then top_k and min_p (which commute), then top_p, then the draw.  logits [n, V] fp32  →  n ids.
 
     Walk down the sorted probabilities until the uniform number is used up. The sort is stable, so that of equal
-    probabilities the lower id comes first and a cut between them is the same every time.
-    """
-    column = lambda name: torch.tensor([[float(min(getattr(r.sampling_params, name), LARGE))] for r in requests], device=logits.device)
+    probabilities the lower id comes first and a cut between them is the same every time."""
+    column = lambda name: logits.new_tensor([[float(min(getattr(r.sampling_params, name), LARGE))] for r in requests])
     probs, ids = (logits / column("temperature")).softmax(-1).sort(dim=-1, descending=True, stable=True)   # [n, V] each
     top_k, top_p, min_p = column("top_k"), column("top_p"), column("min_p")          # [n, 1]
     rank = torch.arange(probs.shape[1], device=logits.device)                        # [V]
     probs = probs.where((rank < top_k) | (top_k <= 0), 0.0)                          # top_k 0 and -1: off
     probs = probs.where(probs >= min_p * probs[:, :1], 0.0)
-    total = probs.cumsum(-1, dtype=torch.float64)                                    # [n, V] fp64: 1e5 small ones add up right
-    probs = probs.where(total - probs < top_p * total[:, -1:], 0.0)                  # mass of the likelier; of what is left, as in vLLM
+    total = probs.cumsum(-1, dtype=torch.float64)                                    # [n, V] fp64: 1e5 tiny ones add up
+    probs = probs.where(total - probs < top_p * total[:, -1:], 0.0)  # mass of the likelier; of what is left, as in vLLM
     cumulative = probs.cumsum(-1, dtype=torch.float64)                               # [n, V]
-    u = torch.tensor([[uniform(r.sampling_params.seed, len(r.output_token_ids))] for r in requests],
-                     dtype=torch.float64, device=logits.device)
+    u = cumulative.new_tensor([[uniform(r.sampling_params.seed, len(r.output_token_ids))] for r in requests])   # [n, 1]
     index = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)       # [n, 1]
-    index = index.minimum((probs > 0).sum(-1, keepdim=True) - 1)                     # u < 1, but the product may round up
+    index = index.minimum((probs > 0).sum(-1, keepdim=True) - 1)                     # u < 1; the product may round up
     return ids.gather(1, index).flatten().tolist()
 
 
 def uniform(seed, index):
-    """A number in [0, 1) from (seed, output index): 53 bits of a hash, so that no generator has a state to carry along."""
+    """A number in [0, 1) from (seed, output index): 53 bits of a hash, so no generator has a state to carry along."""
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2 ** 53
 
@@ -553,7 +543,7 @@ def adjust_logits(row, request):
     """What changes even a greedy choice; row [V], in place.  vLLM: v1/sample/ops/penalties.py:10 apply_all_penalties"""
     p, outputs = request.sampling_params, request.output_token_ids
     if len(outputs) < p.min_tokens:              # not yet allowed to end: no EOS, no stop token
-        row[sorted({*p.stop_token_ids, *request.eos_token_ids})] = -torch.inf        # the latter is empty under ignore_eos
+        row[sorted({*p.stop_token_ids, *request.eos_token_ids})] = -torch.inf        # the latter: empty if ignore_eos
     if p.repetition_penalty != 1:                # over prompt and output; the sign decides which way is "less likely"
         seen = torch.tensor(sorted(set(request.all_token_ids)), device=row.device)
         penalty = min(p.repetition_penalty, LARGE)
@@ -566,12 +556,12 @@ def adjust_logits(row, request):
 def top_logprobs(logits, token_ids, n):
     """Log-probabilities of the raw logits (before temperature, penalties and cuts, vLLM's default `raw_logprobs`).
 
-    logits [m, V], token_ids m chosen ids, n how many of the likeliest  →  for each row [(id, logprob, rank)]: the chosen
-    one first, then the n likeliest in order; rank 1 is the likeliest.
-    """
+    logits [m, V], token_ids m chosen ids, n how many of the likeliest  →  for each row [(id, logprob, rank)]: the
+    chosen one first, then the n likeliest in order; rank 1 is the likeliest."""
     logprobs = logits.float().log_softmax(-1)                                        # [m, V]
     chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])     # [m, 1]
     ranks = (logprobs > chosen).sum(-1) + 1                                          # [m]
     values, ids = logprobs.topk(min(n, logprobs.shape[1]), dim=-1)                   # [m, n] each
+    columns = token_ids, chosen.flatten().tolist(), ranks.tolist(), ids.tolist(), values.tolist()
     return [[(t, c, r)] + [(i, v, k + 1) for k, (i, v) in enumerate(zip(row_ids, row_values))]
-            for t, c, r, row_ids, row_values in zip(token_ids, chosen.flatten().tolist(), ranks.tolist(), ids.tolist(), values.tolist())]
+            for t, c, r, row_ids, row_values in zip(*columns)]
