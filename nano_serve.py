@@ -1,8 +1,8 @@
 """The engine and its front door (chapters 1 and 2): requests in, steps until they are done, text out.
 
 Mirrors   vLLM: v1/engine/llm_engine.py:48 LLMEngine, v1/engine/core.py:584 EngineCore.step, entrypoints/llm.py:67 LLM
-Promises  in fp32, and up to a tie of two logits, every request's text is what it would be alone, whoever shares its steps; a request
-          that can't run is refused alone.
+Promises  in fp32, and up to a tie of two logits, every request's text is what it would be alone, whoever shares its
+          steps; a request that can't run is refused alone.
 Leaves out async scheduling, LoRA, multimodal input, speculative decoding; the HTTP server is chapter 10's.
 Order     1 EngineArgs: every option once.  2 What comes back.  3 LLMEngine: the step loop, the heart of this file.
           4 LLM: the offline API.
@@ -41,17 +41,19 @@ def option(default, help, **extra):
 
 @dataclass
 class EngineArgs:
-    """Each option, under vLLM's name where vLLM has it: a keyword of `LLM`, and `--with-dashes` on the command line.  vLLM: engine/arg_utils.py EngineArgs"""
+    """Each option, under vLLM's name where vLLM has it: a keyword of `LLM`, and `--with-dashes` on the command line.
+    vLLM: engine/arg_utils.py EngineArgs"""
     model: str = option(EMBEDDED_MODEL, "checkpoint folder, or a hub id")
     tensor_parallel_size: int = option(1, "ranks that share the model (TP)", short="-tp")
     dtype: str = option("auto", "auto, float32, bfloat16 or float16; auto on a CPU is float32 for small models")
     device: str = option("auto", "auto, cpu or cuda")
-    max_model_len: int | None = option(None, "limit for prompt + output; default: the model's, or what the KV pool holds")
-    max_num_seqs: int | None = option(None, "requests that may run at once; default: 256, or the budget if that is less")
+    max_model_len: int | None = option(None, "limit for prompt + output; default: the model's, or what the pool holds")
+    max_num_seqs: int | None = option(None, "requests that may run at once; default: 256, or the budget if it is less")
     max_num_batched_tokens: int = option(2048, "token budget (Token 预算) of a step")
     block_size: int = option(16, "tokens a KV block")
     num_kv_blocks: int | None = option(None, "size of the KV pool in blocks, the null block counted")
-    threads: int | None = option(None, "CPU threads (with -tp, each rank has one); default: torch's choice, but 1 for models under 20M parameters")
+    threads: int | None = option(None, "CPU threads (with -tp, each rank has one); default: torch's choice, but 1 for "
+                                       "models under 20M parameters")
     kv_cache_memory: int = option(1 << 30, "bytes of the KV pool of a rank on a CPU, if --num-kv-blocks is not given")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights and KV pool")
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
@@ -75,7 +77,8 @@ class Logprob:
 
 
 class RequestMetrics:
-    """One request's times, in seconds on the engine's clock; None where the moment hasn't come. Durations as `vllm bench serve` has them.
+    """One request's times, in seconds on the engine's clock; None where the moment hasn't come. Durations as
+    `vllm bench serve` has them.
 
     Example: arrival 0, tokens at 0.20, 0.25, 0.35  →  ttft 0.20, itls [0.05, 0.10], tpot 0.075, e2e 0.35.
     vLLM: v1/metrics/stats.py:218 RequestStateStats
@@ -93,15 +96,18 @@ class RequestMetrics:
                     doc="Time to first token: arrival to first token, queueing and prefill included.")
     itls = property(lambda m: [b - a for a, b in zip(m.token_times, m.token_times[1:])],
                     doc="Inter-token latencies: every gap between one token and the next; n tokens have n - 1.")
-    tpot = property(lambda m: (m.token_times[-1] - m.token_times[0]) / (len(m.token_times) - 1) if len(m.token_times) > 1 else None,
+    tpot = property(lambda m: (m.token_times[-1] - m.token_times[0]) / (len(m.token_times) - 1)
+                    if len(m.token_times) > 1 else None,
                     doc="Time per output token: the mean gap after the first token; None for a single token.")
-    e2e = property(lambda m: None if m.finish_time is None else m.finish_time - m.arrival_time, doc="Arrival to last token.")
+    e2e = property(lambda m: None if m.finish_time is None else m.finish_time - m.arrival_time,
+                   doc="Arrival to last token.")
 
 
 @dataclass
 class CompletionOutput:
-    """One answer. `text` and `token_ids` are all so far, `delta` what this step added to the text; token_ids includes the token that
-    ended it. finish_reason: None while it runs, then stop, length, abort or error. vLLM: vllm/outputs.py:22 CompletionOutput"""
+    """One answer. `text` and `token_ids` are all so far, `delta` what this step added to the text; token_ids includes
+    the token that ended it. finish_reason: None while it runs, then stop, length, abort or error.
+    vLLM: vllm/outputs.py:22 CompletionOutput"""
     index: int
     text: str
     token_ids: list[int]
@@ -117,7 +123,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """vLLM: vllm/outputs.py:85 RequestOutput. `error` says why a request was refused or failed (finish_reason "error")."""
+    """vLLM: vllm/outputs.py:85 RequestOutput. `error`: why a request was refused or failed (finish_reason "error")."""
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -132,10 +138,12 @@ class RequestOutput:
 # -- 3. The engine ----------------------------------------------------------------------------------------------------
 
 class LLMEngine:
-    """The step loop: schedule, build the batch, run it, sample, hand the tokens back.  vLLM: v1/engine/llm_engine.py:48 LLMEngine
+    """The step loop: schedule, build the batch, run it, sample, hand the tokens back.
 
-    add_request() queues, each step() moves every scheduled request on and returns what changed, until has_unfinished_requests() is
-    False. clock: a callable giving seconds. `records` keeps a StepRecord a step and grows with every one: who serves for days empties it.
+    add_request() queues, each step() moves every scheduled request on and returns what changed, until
+    has_unfinished_requests() is False. clock: a callable giving seconds. `records` keeps a StepRecord a step and grows
+    with every one: who serves for days empties it.
+    vLLM: v1/engine/llm_engine.py:48 LLMEngine
     """
 
     def __init__(self, args, clock=time.perf_counter):
@@ -152,8 +160,9 @@ class LLMEngine:
             self.config.num_key_value_heads // args.tensor_parallel_size, 1), self.config.head_dim, dtype)
         num_blocks = args.num_kv_blocks or (args.kv_cache_memory // block_bytes if device == "cpu" else None)
         if num_blocks is not None:
-            self.scheduler = self._make_scheduler(num_blocks, "--num-kv-blocks" if args.num_kv_blocks else "--kv-cache-memory")
-        # A small matrix is done before a second thread has woken up, and where the cores are shared the two wait for each other.
+            given_by = "--num-kv-blocks" if args.num_kv_blocks else "--kv-cache-memory"
+            self.scheduler = self._make_scheduler(num_blocks, given_by)
+        # A small matrix is done before a second thread has woken up, and on shared cores the two wait for each other.
         small = sum(math.prod(shape) for shape in param_shapes(self.config).values()) < 20e6
         if device == "cpu" and (args.threads or small):
             torch.set_num_threads(args.threads or 1)
@@ -168,20 +177,21 @@ class LLMEngine:
     def _make_scheduler(self, num_blocks, given_by):
         a = self.args
         if num_blocks < 2:
-            raise ValueError(f"{given_by} leaves {max(num_blocks, 0)} KV blocks of {a.block_size} tokens; at least 2 are needed, one being "
-                             "the null block")
+            raise ValueError(f"{given_by} leaves {max(num_blocks, 0)} KV blocks of {a.block_size} tokens; at least 2 "
+                             "are needed, one being the null block")
         manager = KVCacheManager(num_blocks, a.block_size, a.enable_prefix_caching)
         model_len = self.config.max_position_embeddings
         if a.max_model_len is not None and a.max_model_len > model_len:
-            raise ValueError(f"--max-model-len {a.max_model_len} is more than the {model_len} positions that the model was made for")
+            raise ValueError(f"--max-model-len {a.max_model_len} is more than the {model_len} positions that the model "
+                             "was made for")
         return Scheduler(SchedulerConfig(
             a.max_num_seqs or min(256, a.max_num_batched_tokens), a.max_num_batched_tokens,
             a.max_model_len or min(model_len, manager.num_usable_blocks * a.block_size), a.enable_chunked_prefill,
             a.scheduling_policy, a.long_prefill_token_threshold, max_num_waiting=a.max_num_waiting), manager)
 
     def add_request(self, request_id, prompt, sampling_params=None, arrival_time=None, priority=0):
-        """prompt: a string, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"messages": conversation}, which the
-        chat template makes a text of; arrival_time in seconds on `clock`.
+        """prompt: a string, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"messages":
+        conversation}, which the chat template makes a text of; arrival_time in seconds on `clock`.
         Raises RequestRefused (a ValueError) for this request alone, before anything of it is kept."""
         params = sampling_params or SamplingParams()
         text, token_ids = self._tokenize(prompt)
@@ -190,11 +200,11 @@ class LLMEngine:
         if params.n != 1:
             raise RequestRefused(f"n = {params.n}: the engine runs single requests; LLM.generate makes n of one")
         if params.logprobs is not None and params.logprobs > self.config.vocab_size:
-            raise RequestRefused(f"logprobs = {params.logprobs} is more than the vocabulary of {self.config.vocab_size}")
+            raise RequestRefused(f"logprobs = {params.logprobs} is more than the vocabulary, {self.config.vocab_size}")
         if params.seed is None:      # fixed here, once: a preempted request must draw the same numbers again
             params = dataclasses.replace(params, seed=self._seeds.getrandbits(62))
-        request = Request(request_id, token_ids, params, self.clock() if arrival_time is None else arrival_time, priority,
-                          self.config.eos_token_ids)
+        arrival_time = self.clock() if arrival_time is None else arrival_time
+        request = Request(request_id, token_ids, params, arrival_time, priority, self.config.eos_token_ids)
         self.scheduler.add_request(request)
         self._live[request_id] = _LiveRequest(request, text, Detokenizer(self.codec, params), params.logprobs)
 
@@ -205,14 +215,14 @@ class LLMEngine:
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
         given = prompt.keys() & forms
         if len(given) != 1 or not isinstance(prompt[min(given)], forms[min(given)]):
-            raise RequestRefused("a prompt is a text, a list of token ids, or a dict with just one of prompt (text), prompt_token_ids, "
-                                 f"messages (lists), not {prompt!r:.80}")
+            raise RequestRefused("a prompt is a text, a list of token ids, or a dict with just one of prompt (text), "
+                                 f"prompt_token_ids, messages (lists), not {prompt!r:.80}")
         if "prompt_token_ids" in given:
             return None, list(prompt["prompt_token_ids"])
         if "prompt" in given:
             return prompt["prompt"], self.codec.encode(prompt["prompt"])
-        text = self.codec.apply_chat_template(prompt["messages"])    # it writes BOS and all other special tokens itself:
-        return text, self.codec.encode(text, add_special_tokens=False)                              # so none is added
+        text = self.codec.apply_chat_template(prompt["messages"])        # it writes BOS and all other special tokens
+        return text, self.codec.encode(text, add_special_tokens=False)   # itself, so none is added
 
     def _check_ids(self, what, ids):
         for i in ids:
@@ -231,7 +241,7 @@ class LLMEngine:
         return self.scheduler.has_unfinished_requests()
 
     def step(self):
-        """One step for everybody who is scheduled; returns a RequestOutput for each request that got a token or failed."""
+        """One step for everybody who is scheduled; returns a RequestOutput for each that got a token or failed."""
         start = self.clock()
         if not self.has_unfinished_requests():
             return []
@@ -241,17 +251,19 @@ class LLMEngine:
             for request in output.scheduled_requests:
                 if request.first_scheduled_time is None:
                     request.first_scheduled_time = start
-            # schedule() has counted this step's tokens as computed already. Whoever has now computed all that is known gets a new
-            # token; a chunk that stops short of the end predicts a token that is known, so nobody looks at its logits.
+            # schedule() has counted this step's tokens as computed already. Whoever has now computed all that is known
+            # gets a new token; a chunk that stops short of the end predicts a known one, so nobody looks at its logits.
             ends = [r for r in output.scheduled_requests if r.num_computed_tokens == r.num_tokens]
             sampled, logprobs, errors = {}, {}, {}
-            if output.scheduled_requests:            # an empty plan is possible: by priority, the only runner may preempt itself
+            if output.scheduled_requests:   # an empty plan is possible: by priority, the only runner may preempt itself
                 # 2) The plan as tensors  → build_batch, below.   3) The forward pass  → worker.py, model.py
-                logits = self.executor.execute(build_batch(output, self.scheduler.kv_cache_manager, self.device))    # [S', V]
+                batch = build_batch(output, self.scheduler.kv_cache_manager, self.device)
+                logits = self.executor.execute(batch)                                        # [S', V]
                 # 4) One token for each row that has one to come  → model.py, section 5
                 for request, token_id in zip(ends, sample(logits, ends) if ends else ()):
                     if token_id is None:
-                        errors[request.request_id] = "the model's logits are not finite (NaN or inf); try --dtype float32 or bfloat16"
+                        errors[request.request_id] = ("the model's logits are not finite (NaN or inf); "
+                                                      "try --dtype float32 or bfloat16")
                         self.scheduler.finish_request(request.request_id, "error")
                     else:
                         sampled[request.request_id] = token_id
@@ -259,17 +271,20 @@ class LLMEngine:
             # 5) Append, stop?, free  → scheduler.py.   6) The token as text, and what the caller sees  → text.py
             now = self.clock()
             self.scheduler.update_from_output(output, sampled)
-            results = [self._advance(self._live[r.request_id], sampled.get(r.request_id), logprobs, errors, now) for r in ends]
+            results = [self._advance(self._live[r.request_id], sampled.get(r.request_id), logprobs, errors, now)
+                       for r in ends]
             finished = [r.request_id for r in results if r.finished]
-            self.records.append(self.scheduler.make_record(len(self.records), output, sampled, start, self.clock() - start, finished))
+            self.records.append(self.scheduler.make_record(len(self.records), output, sampled, start,
+                                                           self.clock() - start, finished))
             if self.args.check_invariants:
                 check_invariants(self.scheduler)
         return results
 
     @contextlib.contextmanager
     def _whole_or_not_at_all(self):
-        """The scheduler counts a step's tokens, and publishes their blocks to the prefix cache, before the step has run. If it then
-        doesn't run to its end (Ctrl-C, a dead rank), those blocks hold nothing: no request may go on, and no lookup may find them."""
+        """The scheduler counts a step's tokens, and publishes their blocks to the prefix cache, before the step runs.
+        If it then doesn't run to its end (Ctrl-C, a dead rank), those blocks hold nothing: no request may go on, and no
+        lookup may find them."""
         try:
             yield
         except BaseException:
@@ -279,26 +294,29 @@ class LLMEngine:
             raise
 
     def _advance(self, live, token_id, logprobs, errors, now):
-        """Give one request its token: the text, the stop strings, the result. The token is in request.output_token_ids already."""
+        """Give one request its token: the text, the stop strings, the result. The token is in request.output_token_ids
+        already."""
         request, detokenizer = live.request, live.detokenizer
         shown = detokenizer.shown
         if token_id is not None:
             request.token_times.append(now)
-            by_token = request.finish_reason == "stop"           # ended by EOS or a stop id: that token's text is not shown
+            by_token = request.finish_reason == "stop"       # ended by EOS or a stop id: that token's text is not shown
             show = not by_token or request.sampling_params.include_stop_str_in_output
             stop = detokenizer.append(token_id, request.finish_reason is not None, show_token=show)
-            if stop is not None:                                 # on the last allowed token, too: then "stop", not "length"
+            if stop is not None:                             # on the last allowed token, too: then "stop", not "length"
                 self.scheduler.finish_request(request.request_id, "stop", stop)
                 request.finish_reason, request.stop_reason = "stop", stop
             if live.logprobs is not None:
-                live.logprobs.append({i: Logprob(v, rank, self.codec.decode([i], False)) for i, v, rank in logprobs[request.request_id]})
+                live.logprobs.append({i: Logprob(v, rank, self.codec.decode([i], False))
+                                      for i, v, rank in logprobs[request.request_id]})
         if request.finish_reason is not None:
             request.finish_time = now
             del self._live[request.request_id]
         text = detokenizer.text[:detokenizer.shown]
-        return RequestOutput(request.request_id, live.prompt, request.prompt_token_ids, [CompletionOutput(
-            0, text, list(request.output_token_ids), text[shown:], live.logprobs and list(live.logprobs), request.finish_reason, request.stop_reason)],
-            request.finish_reason is not None, RequestMetrics(request), errors.get(request.request_id))
+        answer = CompletionOutput(0, text, list(request.output_token_ids), text[shown:],
+                                  live.logprobs and list(live.logprobs), request.finish_reason, request.stop_reason)
+        return RequestOutput(request.request_id, live.prompt, request.prompt_token_ids, [answer],
+                             request.finish_reason is not None, RequestMetrics(request), errors.get(request.request_id))
 
     def _logprobs(self, logits, ends, sampled):
         """{request id: [(token id, logprob, rank)]} for those who asked; the others cost nothing."""
@@ -321,7 +339,8 @@ def _check_options(args):
             raise ValueError(f"--{name} {getattr(args, name)!r} is unknown; it is one of {', '.join(choices)}")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch sees no GPU here; --device cpu (or auto) needs none")
-    for name in ("block_size", "num_kv_blocks", "kv_cache_memory", "threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+    for name in ("block_size", "num_kv_blocks", "kv_cache_memory", "threads", "max_model_len", "max_num_seqs",
+                 "max_num_batched_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -342,7 +361,8 @@ class _LiveRequest:
 
 
 def build_batch(output, kv_cache_manager, device):
-    """A SchedulerOutput as tensors; see ForwardBatch for a worked example.  vLLM: v1/worker/gpu_model_runner.py:1960 GPUModelRunner._prepare_inputs"""
+    """A SchedulerOutput as tensors; see ForwardBatch for a worked example.
+    vLLM: v1/worker/gpu_model_runner.py:1960 GPUModelRunner._prepare_inputs"""
     token_ids, positions, lens, seq_lens, tables, logits_indices = [], [], [], [], [], []
     for request in output.scheduled_requests:
         n = output.num_scheduled_tokens[request.request_id]
@@ -357,23 +377,24 @@ def build_batch(output, kv_cache_manager, device):
     width = max(map(len, tables))
     tables = torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32)          # [S, B]
     lens, positions = torch.tensor(lens), torch.tensor(positions)                                   # [S], [T]
-    rows = torch.arange(len(lens)).repeat_interleave(lens)                                          # [T]  whose token it is
+    rows = torch.arange(len(lens)).repeat_interleave(lens)                                          # [T]  whose token
     block_size = kv_cache_manager.block_size
     slots = tables[rows, positions // block_size].long() * block_size + positions % block_size      # [T]
     query_start_loc = torch.zeros(len(lens) + 1, dtype=torch.int32)                                 # [S+1]
     torch.cumsum(lens, 0, out=query_start_loc[1:])
-    batch = (torch.tensor(token_ids), positions, slots, query_start_loc, torch.tensor(seq_lens, dtype=torch.int32), tables,
-             torch.tensor(logits_indices, dtype=torch.int64))
+    batch = (torch.tensor(token_ids), positions, slots, query_start_loc, torch.tensor(seq_lens, dtype=torch.int32),
+             tables, torch.tensor(logits_indices, dtype=torch.int64))
     return ForwardBatch(*(t.to(device, non_blocking=True) for t in batch))
 
 
 # -- 4. The offline API -----------------------------------------------------------------------------------------------
 
 class LLM:
-    """vLLM's offline class: `LLM(model, tensor_parallel_size=…, …any EngineArgs field).generate(prompts, sampling_params)`.
+    """vLLM's offline class: `LLM(model, tensor_parallel_size=…, …any EngineArgs field).generate(prompts, params)`.
 
-    Also a context manager; close() ends the worker processes. A prompt that is refused costs only itself: its RequestOutput comes back
-    with finish_reason "error" and says why in `.error`, with a warning. vLLM: entrypoints/llm.py:67 LLM (where generate raises)
+    Also a context manager; close() ends the worker processes. A prompt that is refused costs only itself: its
+    RequestOutput comes back with finish_reason "error" and says why in `.error`, with a warning.
+    vLLM: entrypoints/llm.py:67 LLM (where generate raises)
     """
 
     def __init__(self, model=EMBEDDED_MODEL, **options):
@@ -381,9 +402,9 @@ class LLM:
         self._next_id, self._mail = 0, {}        # _mail: request id → outputs that its stream has not taken yet
 
     def generate(self, prompts, sampling_params=None, use_tqdm=False):
-        """prompts: one or a list, each a string, token ids, or a dict as for LLMEngine.add_request; sampling_params: one SamplingParams
-        for all, or a list of as many. use_tqdm: a progress line on stderr. Returns a list of RequestOutput in the order of the prompts;
-        with n > 1, `outputs` holds n answers."""
+        """prompts: one or a list, each a string, token ids, or a dict as for LLMEngine.add_request; sampling_params:
+        one SamplingParams for all, or a list of as many. use_tqdm: a progress line on stderr. Returns a list of
+        RequestOutput in the order of the prompts; with n > 1, `outputs` holds n answers."""
         prompts = _as_list(prompts)
         final = [[] for _ in prompts]
         with _progress(len(prompts), use_tqdm) as advance:
@@ -400,10 +421,12 @@ class LLM:
         return [outputs[0] for outputs in final]
 
     def stream(self, prompts, sampling_params=None):
-        """The same work as it happens: yields (index of the prompt, RequestOutput) whenever a request got a token, ended or was refused.
-        `outputs[0].delta` is the new text, `outputs[0].index` tells the n answers apart. Leaving the loop early aborts what is unfinished."""
+        """The same work as it happens: yields (index of the prompt, RequestOutput) whenever a request got a token,
+        ended or was refused. `outputs[0].delta` is the new text, `outputs[0].index` tells the n answers apart. Leaving
+        the loop early aborts what is unfinished."""
         prompts = _as_list(prompts)
-        params = list(sampling_params) if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
+        many = isinstance(sampling_params, (list, tuple))
+        params = list(sampling_params) if many else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
         engine, ours = self.engine, {}                              # request id → (index, which of n)
@@ -414,7 +437,7 @@ class LLM:
         limit = engine.scheduler.config.max_num_waiting
         try:
             while todo or ours:
-                # A server refuses what its queue can't take; a caller with a list in hand simply hands it over as there is room.
+                # A server refuses what its queue can't take; a caller with a list hands it over as there is room.
                 while todo and (limit is None or len(engine.scheduler.waiting) < limit):
                     index, j, p = todo.pop()
                     request_id, self._next_id = str(self._next_id), self._next_id + 1
@@ -442,7 +465,7 @@ class LLM:
                 del self._mail[request_id]
 
     def chat(self, messages, sampling_params=None, use_tqdm=False):
-        """messages: a conversation [{"role": …, "content": …}, …] or a list of conversations; answers as generate() gives them."""
+        """messages: a conversation [{"role": …, "content": …}, …] or a list of them; answers as generate() does."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         return self.generate([{"messages": m} for m in conversations], sampling_params, use_tqdm)
 
@@ -467,7 +490,8 @@ class LLM:
 
 def _as_list(prompts):
     """One prompt, of which a list of token ids is one, as a list of one."""
-    return list(prompts) if isinstance(prompts, (list, tuple)) and not (prompts and type(prompts[0]) is int) else [prompts]
+    many = isinstance(prompts, (list, tuple)) and not (prompts and type(prompts[0]) is int)
+    return list(prompts) if many else [prompts]
 
 
 def refused_output(request_id, j, prompt, message):
