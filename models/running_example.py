@@ -34,8 +34,8 @@ CHAPTERS = (  # the handbook: a title and the facts under it, in the order of th
     ("Kernels.", "attention flash online_softmax cuda_graph"),
     ("Many GPUs.", "tp tp_kv all_reduce disaggregation"),
 )
-QUESTION = ("Walk me through the life of a request, from its arrival to its last token. "
-            "Say where the KV cache, the block table, the prefix cache and the token budget are used.")
+QUESTION = ("Hi! I am reading a book about serving. Please explain step by step how a request is served. "
+            "Walk me through one request, from its arrival to its last token. Thank you!")
 
 
 def system_ids(tokenizer: Tokenizer, system: str) -> list[int]:

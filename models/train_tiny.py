@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import kernels  # noqa: E402
 import tinytext  # noqa: E402
-from model import Llama, LlamaConfig, weight_plan  # noqa: E402
+from model import Llama, LlamaConfig, load_model, weight_plan  # noqa: E402
 
 TOKENS = 7_200_000               # the budget: tokens, not minutes, so that a slow machine makes the same model
 LENGTH, LONG_LENGTH = 320, 4096   # tokens a row: about two documents, or one long system prompt and a chat
@@ -44,6 +44,8 @@ CURRICULUM = (
     (4_935_000, 12, 6, 0.5, 0.6),
     (6_000_000, 12, 6, 0.15, 0.6),
 )
+# Then a short second descent on rows that hold the longest answer whole; in the short ones its end was always cut off.
+POLISH_STEPS, POLISH_LENGTH, POLISH_RATE = 120, 480, 6e-4
 VALIDATION = (8, 512), 2          # rows, and how many batches of them are held out for the loss log
 LEARNING_RATE = 4e-3
 WARM_UP_STEPS = 100
@@ -225,12 +227,32 @@ class Muon:
                             alpha=lr * 0.2 * math.sqrt(max(shape)))
 
 
+def make_optimisers(model: Llama) -> tuple[Muon, torch.optim.Optimizer]:
+    params = dict(model.named_parameters())
+    matrices = [p for p in weight_plan(model.config) if len(p.shape) == 2 and p.param != "embed_tokens.weight"]
+    others = [p for name, p in params.items() if p.ndim == 1 or name == "embed_tokens.weight"]
+    return (Muon([(params[p.param], p.offset, p.offset + p.shape[0]) for p in matrices]),
+            torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
+
+
+def take_step(model: Llama, ids: torch.Tensor, muon: Muon, adam: torch.optim.Optimizer, lr: float) -> float:
+    """One step on ids [N, L]  →  its loss."""
+    loss = token_losses(model, ids)[0].mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    muon.step(lr)
+    adam.param_groups[0]["lr"] = lr
+    adam.step()
+    model.zero_grad(set_to_none=True)
+    return loss.item()
+
+
 def learning_rate(progress: float, step: int, factor: float) -> float:
     """Warm up, hold, fall in a straight line to zero.  progress: the share of the token budget that is spent."""
     return LEARNING_RATE * factor * min(1.0, (step + 1) / WARM_UP_STEPS) * min(1.0, (1 - progress) / (1 - DECAY_FROM))
 
 
-# ---------------------------------------------------------------- 4. training
+# ---------------------------------------------------------------- 4. what the log says
 def name_tokens(tokenizer: Tokenizer) -> torch.Tensor:
     """[V] bool: the tokens that are a hero's whole name, with a space in front or without."""
     mask = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
@@ -262,6 +284,28 @@ def validate(model: Llama, batches: list[torch.Tensor], names: torch.Tensor) -> 
     return sum(losses) / len(losses), right / max(total, 1)
 
 
+# ---------------------------------------------------------------- 5. training
+def polish(folder: Path, tokenizer: Tokenizer) -> None:
+    """The second descent.  It starts from the saved (bf16) checkpoint, with averages and text of its own."""
+    model = load_model(folder, torch.float32).requires_grad_(True)
+    muon, adam = make_optimisers(model)
+    rows, held_out = Rows(tokenizer, f"polish {SEED}"), Rows(tokenizer, f"validation {SEED}")
+    running, tokens, started = None, 0, time.monotonic()
+    for step in range(POLISH_STEPS):
+        ids = rows.batch(1, LONG_LENGTH) if step % 6 == 0 else rows.batch(8, POLISH_LENGTH)
+        loss = take_step(model, ids, muon, adam, POLISH_RATE * min(1, (step + 1) / 10) * (1 - step / POLISH_STEPS))
+        running = loss if running is None else 0.95 * running + 0.05 * loss
+        tokens += ids.numel()
+    validation = [held_out.batch(*VALIDATION[0]) for _ in range(VALIDATION[1])]
+    val, copied = validate(model, validation, name_tokens(tokenizer))
+    log = json.loads((folder / "loss_log.json").read_text(encoding="utf-8"))
+    log.append({"step": log[-1]["step"] + POLISH_STEPS, "tokens": log[-1]["tokens"] + tokens,
+                "minutes": round(log[-1]["minutes"] + (time.monotonic() - started) / 60, 1),
+                "train_loss": round(running, 4), "val_loss": round(val, 4), "names_copied": round(copied, 4)})
+    print(f"polished: {tokens:,} tokens  train {running:.3f}  val {val:.4f}  names copied {copied:.1%}", flush=True)
+    save_checkpoint(folder, model, tokenizer, config_json(tokenizer), log)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="train the tiny Llama-3 from nothing")
     parser.add_argument("--out", type=Path, default=HERE / "tiny-llama3")
@@ -279,14 +323,10 @@ def main() -> None:
     config = config_json(tokenizer)
     model = Llama(LlamaConfig.from_dict(config))
     initialise(model, SEED)
-    params = dict(model.named_parameters())
-    print(f"{sum(p.numel() for p in params.values()):,} parameters, vocabulary {tokenizer.get_vocab_size():,}",
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {tokenizer.get_vocab_size():,}",
           flush=True)
 
-    matrices = [p for p in weight_plan(model.config) if len(p.shape) == 2 and p.param != "embed_tokens.weight"]
-    muon = Muon([(params[p.param], p.offset, p.offset + p.shape[0]) for p in matrices])
-    others = [p for name, p in params.items() if p.ndim == 1 or name == "embed_tokens.weight"]
-    adam = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    muon, adam = make_optimisers(model)
 
     short, long = Rows(tokenizer, f"short {SEED}"), Rows(tokenizer, f"long {SEED}")
     held_out = Rows(tokenizer, f"validation {SEED}")
@@ -307,15 +347,9 @@ def main() -> None:
         _, rows, long_every, short.exercises, factor = max(stage for stage in CURRICULUM if stage[0] <= seen)
         is_long = long_every is not None and step % long_every == 0
         ids = long.batch(1, LONG_LENGTH) if is_long else short.batch(rows, LENGTH)            # [1, 4096] or [rows, 320]
-        loss = token_losses(model, ids)[0].mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
         lr = learning_rate(seen / args.tokens, step, factor)
-        muon.step(lr)
-        adam.param_groups[0]["lr"] = lr
-        adam.step()
-        model.zero_grad(set_to_none=True)
-        running = loss.item() if running is None else 0.95 * running + 0.05 * loss.item()
+        loss = take_step(model, ids, muon, adam, lr)
+        running = loss if running is None else 0.95 * running + 0.05 * loss
         step, seen = step + 1, seen + ids.numel()
         if step % args.log_every == 0 or seen >= args.tokens:
             val, copied = validate(model, validation, names)
@@ -328,6 +362,7 @@ def main() -> None:
             torch.save({"model": model.state_dict(), "adam": adam.state_dict(), "muon": muon.averages(),
                         "rngs": (short.rng, long.rng), "log": log, "running": running}, state_file)
     state_file.unlink()
+    polish(args.out, tokenizer)
 
 
 if __name__ == "__main__":

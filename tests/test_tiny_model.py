@@ -54,8 +54,10 @@ def test_folder_is_an_ordinary_checkpoint_of_at_most_6_mb(tokenizer):
 
 def test_loss_log_is_that_of_a_whole_run():
     log = json.loads((FOLDER / "loss_log.json").read_text())
-    assert log[-1]["tokens"] >= train_tiny.TOKENS > log[-2]["tokens"]
-    assert log[-1]["val_loss"] == min(entry["val_loss"] for entry in log)
+    *_, before, trained, polished = log
+    assert trained["tokens"] >= train_tiny.TOKENS > before["tokens"]
+    assert polished["step"] == trained["step"] + train_tiny.POLISH_STEPS
+    assert max(trained["val_loss"], polished["val_loss"]) < min(entry["val_loss"] for entry in log[:-10])
 
 
 # -- the tokenizer ----------------------------------------------------------------------------------------------------
@@ -194,11 +196,10 @@ def test_muon_makes_every_direction_move_equally_far():
 
 def run_training(monkeypatch, tokenizer, out, *options):
     monkeypatch.setattr(train_tiny, "train_tokenizer", lambda: tokenizer)
-    monkeypatch.setattr(train_tiny, "SHORT", (2, 64))
-    monkeypatch.setattr(train_tiny, "LONG", (1, 1100))
-    monkeypatch.setattr(train_tiny, "VALIDATION", ((2, 64), 1))
-    monkeypatch.setattr(train_tiny, "LONG_FROM", 256)
-    monkeypatch.setattr(train_tiny, "LONG_EVERY", 3)
+    small = {"LENGTH": 64, "LONG_LENGTH": 1100, "VALIDATION": ((2, 64), 1), "POLISH_STEPS": 2, "POLISH_LENGTH": 64,
+             "CURRICULUM": ((0, 2, None, 0.0, 1.0), (256, 2, 3, 0.5, 1.0))}
+    for name, value in small.items():
+        monkeypatch.setattr(train_tiny, name, value)
     argv = ["train_tiny.py", "--threads", "1", "--out", str(out), "--log-every", "2", *options]
     monkeypatch.setattr(sys, "argv", argv)
     train_tiny.main()
