@@ -70,7 +70,7 @@ def read_jobs(args):
     {"error": why} for a line that can't be read, so that it costs only itself."""
     jobs = [{"prompt": p} for p in args.prompt or ()]
     # A line ends at a newline and nowhere else: JSON may hold U+2028 and its like, at which str.splitlines would cut.
-    lines = Path(args.prompts).read_bytes().split(b"\n") if args.prompts else ()
+    lines = () if args.prompts is None else Path(args.prompts).read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -82,7 +82,7 @@ def read_jobs(args):
         except (ValueError, RecursionError) as error:
             job = {"error": f"{args.prompts}, line {number}: {error}"}
         jobs.append(job)
-    return jobs if args.prompt or args.prompts else [{"prompt": q} for q in QUESTIONS]
+    return jobs if args.prompt or args.prompts is not None else [{"prompt": q} for q in QUESTIONS]
 
 
 def prepare(job, defaults, use_template):
@@ -90,9 +90,10 @@ def prepare(job, defaults, use_template):
     if "error" in job:
         raise ValueError(job["error"])
     (form,) = job.keys() & {"prompt", "prompt_token_ids", "messages"}
-    fields = {name: value for name, value in job.items() if name != form}
+    fields = {name: value for name, value in job.items() if name not in (form, "priority")}
     if unknown := fields.keys() - {f.name for f in dataclasses.fields(SamplingParams)}:
-        raise ValueError(f"unknown field {min(unknown)!r}; besides the prompt, a line holds SamplingParams fields")
+        raise ValueError(f"unknown field {min(unknown)!r}; besides the prompt, a line holds SamplingParams fields "
+                         "and a priority")
     params = dataclasses.replace(defaults, **fields)
     if form == "prompt" and isinstance(job[form], str) and use_template:
         return {"messages": [{"role": "user", "content": job[form]}]}, params
@@ -119,10 +120,13 @@ def answer_all(llm, jobs, args, defaults, report):
             for number, job in enumerate(jobs):
                 try:
                     prompt, p = prepare(job, defaults, not args.raw and llm.engine.codec.chat_template)
-                    numbers.append(number), prompts.append(prompt), params.append(p)
+                    numbers.append(number)
+                    prompts.append(prompt)
+                    params.append(p)
                 except ValueError as error:
                     report.update(number, questions[number], refused_output(None, 0, None, str(error)))
-            for index, output in llm.stream(prompts, params):
+            priorities = [jobs[number].get("priority", 0) for number in numbers]
+            for index, output in llm.stream(prompts, params, priorities):
                 report.keep_steps(llm.engine)
                 report.update(numbers[index], questions[numbers[index]], output)
     except KeyboardInterrupt:
@@ -145,7 +149,7 @@ def chat_loop(llm, defaults, report):
     while True:
         try:
             text = input("you> ").strip()
-        except EOFError:
+        except (EOFError, RuntimeError):             # the latter where there is no standard input at all
             text = ""
         if not text:
             return 0
@@ -179,10 +183,19 @@ class Report:
     def __init__(self, args):
         from rich.console import Console
         self.console, self.live, self.growing, self.done = Console(soft_wrap=True), None, {}, []
+        paths = [Path(p).resolve() for p in (args.prompts, args.output, args.records) if p]
+        if len(set(paths)) < len(paths):
+            raise ValueError("--prompts, --output and --records must be different files")
         # A lone surrogate, which UTF-8 can't hold, becomes \udxxx: within a JSON string that is its proper escape.
-        self.output, self.records = (open(path, "w", encoding="utf-8", errors="backslashreplace") if path else None
+        self.output, self.records = (open(path, "a", encoding="utf-8", errors="backslashreplace") if path else None
                                      for path in (args.output, args.records))
         self.steps, self.num_steps = args.steps, 0
+
+    def empty_files(self):
+        """Once the engine stands: until then a run that can't start leaves what an earlier one wrote."""
+        for file in (self.output, self.records):
+            if file and Path(file.name).is_file():
+                file.truncate(0)
 
     def __enter__(self):
         if self.console.is_terminal:
@@ -235,6 +248,7 @@ def answer_record(index, question, output):
             "token_ids": answer.token_ids, "finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason,
             "error": output.error, "num_prompt_tokens": len(output.prompt_token_ids),
             "num_cached_tokens": output.num_cached_tokens,
+            "logprobs": answer.logprobs and [{i: lp.logprob for i, lp in step.items()} for step in answer.logprobs],
             "ttft": m and m.ttft, "tpot": m and m.tpot, "e2e": m and m.e2e}
 
 
@@ -251,9 +265,12 @@ def step_line(record):
 # -- 5. All together --------------------------------------------------------------------------------------------------
 
 def main(argv=None):
-    args = make_parser().parse_args(argv)
     if hasattr(sys.stdout, "reconfigure"):           # an encoding without a character gets a "?", not an exception
         sys.stdout.reconfigure(errors="replace")
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if (args.chat or args.shards) and (args.prompt or args.prompts is not None):
+        parser.error("--chat and --shards take no --prompt or --prompts")
     try:
         if args.shards:
             known = args.model in PUBLISHED          # Llama-3-70B and the like: from published sizes, nothing is loaded
@@ -264,9 +281,10 @@ def main(argv=None):
         defaults = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})
         jobs, report = read_jobs(args), Report(args)
         with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)}) as llm:
+            report.empty_files()
             return chat_loop(llm, defaults, report) if args.chat else answer_all(llm, jobs, args, defaults, report)
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError, WorkerError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, WorkerError, MemoryError, RuntimeError) as error:     # the last: torch's, for one
+        print(f"error: {error or type(error).__name__}", file=sys.stderr)
         return 2

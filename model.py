@@ -73,12 +73,16 @@ class LlamaConfig:
         more_eos = frozenset()
         if (folder / "generation_config.json").is_file():
             more_eos = _id_set(_read_json(folder / "generation_config.json").get("eos_token_id"))
-        return cls.from_dict(_read_json(folder / "config.json"), more_eos)
+        try:
+            return cls.from_dict(_read_json(folder / "config.json"), more_eos)
+        except (TypeError, AttributeError, OverflowError) as error:          # a list where a number belongs, and the like
+            raise CheckpointError(f"{folder / 'config.json'} has a field of an impossible type: {error}") from None
 
     @classmethod
     def from_dict(cls, raw, more_eos=frozenset()):
         """raw: the content of a config.json; more_eos: ids that end a sequence besides the config's own."""
-        for name in raw.get("architectures") or ["LlamaForCausalLM"]:
+        names = raw.get("architectures") or ["LlamaForCausalLM"]
+        for name in names if isinstance(names, list) else [names]:
             if name not in ARCHITECTURES:
                 raise CheckpointError(f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
         for key, plain in (("quantization_config", None), ("sliding_window", None), ("hidden_act", "silu")):
@@ -92,8 +96,10 @@ class LlamaConfig:
             raise CheckpointError(f"rope type {rope_type!r} is not supported; supported: default, llama3")
         if rope_type == "llama3":
             for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-                if not isinstance(rope.get(key), (int, float)):
-                    raise CheckpointError(f"config.json: rope type llama3 needs a number {key}, not {rope.get(key)!r}")
+                rope[key] = _positive(f"rope type llama3: {key}", rope.get(key))
+            if rope["low_freq_factor"] >= rope["high_freq_factor"]:
+                raise CheckpointError(f"config.json: rope type llama3: low_freq_factor {rope['low_freq_factor']} must be below "
+                                      f"high_freq_factor {rope['high_freq_factor']}")
         if raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
             raise CheckpointError("config.json: partial_rotary_factor is not supported (only 1.0)")
         size = {key: raw.get(key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -101,20 +107,19 @@ class LlamaConfig:
         size["max_position_embeddings"] = size["max_position_embeddings"] or 2048
         size["num_key_value_heads"] = raw.get("num_key_value_heads") or size["num_attention_heads"]
         for key, value in size.items():
-            if not isinstance(value, int) or value < 1:
-                raise CheckpointError(f"config.json: {key} = {value!r}; a positive integer is needed")
+            _positive(key, value, int)
         H, Hkv = size["num_attention_heads"], size["num_key_value_heads"]
-        d = size["head_dim"] = raw.get("head_dim") or size["hidden_size"] // H
+        d = size["head_dim"] = _positive("head_dim", raw.get("head_dim") or size["hidden_size"] // H, int)
         if H % Hkv or d % 2:
             raise CheckpointError(f"config.json: {H} query heads over {Hkv} KV heads of size {d}: heads must divide, "
                                   "the size must be even")
         dtype, eps = _agree("dtype", raw.get("dtype"), raw.get("torch_dtype"), "float32"), raw.get("rms_norm_eps", 1e-6)
-        if dtype not in DTYPES or not isinstance(eps, (int, float)):
-            raise CheckpointError(f"config.json: dtype = {dtype!r} must be one of {', '.join(DTYPES)}, "
-                                  f"rms_norm_eps = {eps!r} a number")
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise CheckpointError(f"config.json: dtype = {dtype!r} is not one of {', '.join(DTYPES)}")
         eos = _id_set(raw.get("eos_token_id")) | more_eos            # one outside the vocabulary can't be met
         flags = {key: bool(raw.get(key, False)) for key in ("tie_word_embeddings", "attention_bias", "mlp_bias")}
-        return cls(**size, **flags, dtype=dtype, rms_norm_eps=eps, rope_theta=float(theta),
+        return cls(**size, **flags, dtype=dtype, rms_norm_eps=_positive("rms_norm_eps", eps),
+                   rope_theta=_positive("rope_theta", theta),
                    rope_scaling=rope if rope_type == "llama3" else None,
                    eos_token_ids=frozenset(i for i in eos if 0 <= i < size["vocab_size"]))
 
@@ -135,8 +140,19 @@ def _agree(key, a, b, default=None):
     return a if a is not None else b if b is not None else default
 
 
+def _positive(key, value, kind=(int, float)):
+    """A field's value, if it is a finite number above 0: NaN in a config makes fluent nonsense, not an error."""
+    if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise CheckpointError(f"config.json: {key} = {value!r}; a positive {'whole ' if kind is int else ''}number is needed")
+    return value
+
+
 def _id_set(value):
-    return frozenset() if value is None else frozenset([value] if isinstance(value, int) else value)
+    """eos_token_id as a set: it may be missing, one id, or a list of ids."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(i) is int for i in ids):
+        raise CheckpointError(f"eos_token_id = {value!r}; a token id or a list of token ids is needed")
+    return frozenset(ids)
 
 
 def _read_json(path):
@@ -145,7 +161,7 @@ def _read_json(path):
         if not isinstance(content, dict):
             raise ValueError(f"not an object, but {content!r:.40}")
         return content
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read as JSON: {error}") from None
 
 
@@ -407,8 +423,9 @@ def checkpoint_tensors(folder):
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         wanted = _read_json(index).get("weight_map")
-        if not wanted or not isinstance(wanted, dict) or not all(isinstance(file, str) for file in wanted.values()):
-            raise CheckpointError(f"{index} holds no weight_map that tells the file of each tensor")
+        inside = lambda file: isinstance(file, str) and file == Path(file).name     # no path that leads out of the folder
+        if not wanted or not isinstance(wanted, dict) or not all(map(inside, wanted.values())):
+            raise CheckpointError(f"{index} holds no weight_map that tells for each tensor a file of this folder")
     elif single.is_file():
         wanted = None
     else:
@@ -519,7 +536,8 @@ def draw(logits, requests):
     probs = probs.where((rank < top_k) | (top_k <= 0), 0.0)                          # top_k 0 and -1: off
     probs = probs.where(probs >= min_p * probs[:, :1], 0.0)
     total = probs.cumsum(-1, dtype=torch.float64)                                    # [n, V] fp64: 1e5 tiny ones add up
-    probs = probs.where(total - probs < top_p * total[:, -1:], 0.0)  # mass of the likelier; of what is left, as in vLLM
+    # Keep a token while the mass of the likelier ones is below top_p of what is left, as in vLLM; the likeliest always.
+    probs = probs.where((total - probs < top_p * total[:, -1:]) | (rank == 0), 0.0)
     cumulative = probs.cumsum(-1, dtype=torch.float64)                               # [n, V]
     u = cumulative.new_tensor([[uniform(r.sampling_params.seed, len(r.output_token_ids))] for r in requests])   # [n, 1]
     index = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)       # [n, 1]

@@ -15,8 +15,10 @@ Beside it text.py (text in and out), worker.py (the processes that compute), com
 import contextlib
 import dataclasses
 import math
+import os
 import random
 import sys
+import threading
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -150,8 +152,8 @@ class LLMEngine:
         self.args, self.clock, self.records = args, clock, []
         folder = find_checkpoint(args.model)
         self.config, self.codec = LlamaConfig.from_folder(folder), TextCodec(folder)
-        self.config.check_tensor_parallel(args.tensor_parallel_size)
         _check_options(args)
+        self.config.check_tensor_parallel(args.tensor_parallel_size)
         device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         dtype = auto_dtype(self.config, device) if args.dtype == "auto" else DTYPES[args.dtype]
         self.device, self._seeds = torch.device(device), random.Random(args.seed)
@@ -159,6 +161,9 @@ class LLMEngine:
         block_bytes = KVCache.bytes_per_block(self.config.num_hidden_layers, args.block_size, max(
             self.config.num_key_value_heads // args.tensor_parallel_size, 1), self.config.head_dim, dtype)
         num_blocks = args.num_kv_blocks or (args.kv_cache_memory // block_bytes if device == "cpu" else None)
+        if device == "cpu" and num_blocks * block_bytes > (memory := _physical_memory()):
+            raise ValueError(f"the KV pool would take {num_blocks * block_bytes / 2**30:.1f} GiB of this machine's "
+                             f"{memory / 2**30:.1f} (--num-kv-blocks, --block-size, --kv-cache-memory)")
         if num_blocks is not None:
             given_by = "--num-kv-blocks" if args.num_kv_blocks else "--kv-cache-memory"
             self.scheduler = self._make_scheduler(num_blocks, given_by)
@@ -172,7 +177,7 @@ class LLMEngine:
             num_blocks = int(args.gpu_memory_utilization * total - (total - free)) // block_bytes
             self.scheduler = self._make_scheduler(num_blocks, "--gpu-memory-utilization")
         self.executor.init_kv_cache(num_blocks, args.block_size)
-        self._live = {}              # request id → _LiveRequest
+        self._live, self._closed = {}, False         # request id → _LiveRequest
 
     def _make_scheduler(self, num_blocks, given_by):
         a = self.args
@@ -193,10 +198,15 @@ class LLMEngine:
         """prompt: a string, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"messages":
         conversation}, which the chat template makes a text of; arrival_time in seconds on `clock`.
         Raises RequestRefused (a ValueError) for this request alone, before anything of it is kept."""
+        if self._closed:
+            raise RuntimeError("this engine is closed; make a new one")
         params = sampling_params or SamplingParams()
         text, token_ids = self._tokenize(prompt)
         self._check_ids("prompt token id", token_ids)
         self._check_ids("stop_token_ids: id", params.stop_token_ids)
+        for name, value in (("priority", priority), ("arrival_time", arrival_time or 0)):
+            if not isinstance(value, (int, float)) or value != value:
+                raise RequestRefused(f"{name} must be a number, got {value!r:.40}")
         if params.n != 1:
             raise RequestRefused(f"n = {params.n}: the engine runs single requests; LLM.generate makes n of one")
         if params.logprobs is not None and params.logprobs > self.config.vocab_size:
@@ -329,7 +339,11 @@ class LLMEngine:
         return {i: top[:n + 1] for i, n, top in zip(ids, wanted, tops)}
 
     def close(self):
+        """End the workers. Whoever is still alive is aborted; the engine takes nothing more."""
+        for request_id in list(self._live):
+            self.abort_request(request_id)
         self.executor.close()
+        self._closed = True
 
 
 def _check_options(args):
@@ -339,13 +353,23 @@ def _check_options(args):
             raise ValueError(f"--{name} {getattr(args, name)!r} is unknown; it is one of {', '.join(choices)}")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch sees no GPU here; --device cpu (or auto) needs none")
-    for name in ("block_size", "num_kv_blocks", "kv_cache_memory", "threads", "max_model_len", "max_num_seqs",
-                 "max_num_batched_tokens"):
+    for name in ("tensor_parallel_size", "block_size", "num_kv_blocks", "kv_cache_memory", "threads", "max_model_len",
+                 "max_num_seqs", "max_num_batched_tokens"):
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"--{name.replace('_', '-')} must be a whole number of at least 1, got {value!r}")
+    if args.threads and args.threads > (os.cpu_count() or 1):
+        raise ValueError(f"--threads {args.threads} is more than this machine's {os.cpu_count()} cores")
     if not 0 < args.gpu_memory_utilization <= 1:
         raise ValueError(f"--gpu-memory-utilization is a share, above 0 and up to 1, got {args.gpu_memory_utilization}")
+
+
+def _physical_memory():
+    """Bytes of memory that this machine has, or infinity where the system doesn't say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return math.inf
 
 
 @dataclass
@@ -399,16 +423,18 @@ class LLM:
 
     def __init__(self, model=EMBEDDED_MODEL, **options):
         self.engine = LLMEngine(EngineArgs(model, **options))
+        self._lock = threading.Lock()            # held while a stream adds, steps, and takes its outputs
         self._next_id, self._mail = 0, {}        # _mail: request id → outputs that its stream has not taken yet
 
-    def generate(self, prompts, sampling_params=None, use_tqdm=False):
+    def generate(self, prompts, sampling_params=None, use_tqdm=False, priority=None):
         """prompts: one or a list, each a string, token ids, or a dict as for LLMEngine.add_request; sampling_params:
-        one SamplingParams for all, or a list of as many. use_tqdm: a progress line on stderr. Returns a list of
-        RequestOutput in the order of the prompts; with n > 1, `outputs` holds n answers."""
+        one SamplingParams for all, or a list of as many; priority: a list of as many numbers, the lower the earlier
+        (with scheduling_policy "priority"). use_tqdm: a progress line on stderr. Returns a list of RequestOutput in the
+        order of the prompts; with n > 1, `outputs` holds n answers."""
         prompts = _as_list(prompts)
         final = [[] for _ in prompts]
         with _progress(len(prompts), use_tqdm) as advance:
-            for index, output in self.stream(prompts, sampling_params):
+            for index, output in self.stream(prompts, sampling_params, priority):
                 if output.finished:
                     final[index].append(output)
                     advance()
@@ -420,15 +446,16 @@ class LLM:
                 warnings.warn(f"request {outputs[0].request_id}: {outputs[0].error}", stacklevel=2)
         return [outputs[0] for outputs in final]
 
-    def stream(self, prompts, sampling_params=None):
+    def stream(self, prompts, sampling_params=None, priority=None):
         """The same work as it happens: yields (index of the prompt, RequestOutput) whenever a request got a token,
         ended or was refused. `outputs[0].delta` is the new text, `outputs[0].index` tells the n answers apart. Leaving
         the loop early aborts what is unfinished."""
         prompts = _as_list(prompts)
         many = isinstance(sampling_params, (list, tuple))
         params = list(sampling_params) if many else [sampling_params] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        if not len(params) == len(priorities) == len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters, {len(priorities)} priorities")
         engine, ours = self.engine, {}                              # request id → (index, which of n)
         # Answer j of n is seeded with seed + j (in 64 bits), so the first is what the prompt alone would get.
         nth_seed = lambda seed, j: None if seed is None else (seed + j + 2 ** 63) % 2 ** 64 - 2 ** 63
@@ -437,32 +464,38 @@ class LLM:
         limit = engine.scheduler.config.max_num_waiting
         try:
             while todo or ours:
-                # A server refuses what its queue can't take; a caller with a list hands it over as there is room.
-                while todo and (limit is None or len(engine.scheduler.waiting) < limit):
-                    index, j, p = todo.pop()
-                    request_id, self._next_id = str(self._next_id), self._next_id + 1
-                    try:
-                        engine.add_request(request_id, prompts[index], p)
-                        ours[request_id], self._mail[request_id] = (index, j), []
-                    except RequestRefused as refusal:
-                        yield index, refused_output(request_id, j, prompts[index], str(refusal))
-                # Two streams may run on one engine, so a step of the one brings tokens to the other's requests, too.
-                if not any(self._mail[i] for i in ours):
-                    for output in engine.step():
-                        if output.request_id in self._mail:
-                            self._mail[output.request_id].append(output)
-                for request_id in list(ours):
-                    index, j = ours[request_id]
-                    mail, self._mail[request_id] = self._mail[request_id], []
-                    for output in mail or ([] if engine.is_alive(request_id) else [_ended_output(request_id, "abort")]):
-                        output.outputs[0].index = j
-                        if output.finished:
+                ready = []
+                with self._lock:
+                    # A server refuses what its queue can't take; a caller with a list hands it over as there is room.
+                    while todo and (limit is None or len(engine.scheduler.waiting) < limit):
+                        index, j, p = todo.pop()
+                        request_id, self._next_id = str(self._next_id), self._next_id + 1
+                        try:
+                            engine.add_request(request_id, prompts[index], p, priority=priorities[index])
+                            ours[request_id], self._mail[request_id] = (index, j), []
+                        except RequestRefused as refusal:
+                            ready.append((index, refused_output(request_id, j, prompts[index], str(refusal))))
+                    # Other streams may run on this engine, in this thread or another: a step of one brings tokens to
+                    # the requests of all, so everybody's go to their mail, and whoever finds mail needs no step.
+                    if not ready and not any(self._mail[i] for i in ours):
+                        for output in engine.step():
+                            if output.request_id in self._mail:
+                                self._mail[output.request_id].append(output)
+                    for request_id, (index, j) in list(ours.items()):
+                        mail, self._mail[request_id] = self._mail[request_id], []
+                        if not mail and not engine.is_alive(request_id):
+                            mail = [_ended_output(request_id, "abort")]          # by somebody else
+                        for output in mail:
+                            output.outputs[0].index = j
+                            ready.append((index, output))
+                        if mail and mail[-1].finished:
                             del ours[request_id], self._mail[request_id]
-                        yield index, output
+                yield from ready
         finally:
-            for request_id in ours:
-                engine.abort_request(request_id)
-                del self._mail[request_id]
+            with self._lock:
+                for request_id in ours:
+                    engine.abort_request(request_id)
+                    del self._mail[request_id]
 
     def chat(self, messages, sampling_params=None, use_tqdm=False):
         """messages: a conversation [{"role": …, "content": …}, …] or a list of them; answers as generate() does."""

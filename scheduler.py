@@ -67,10 +67,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
-        self.stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        self.stop_token_ids = self.stop_token_ids or []
+        self.stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
+        self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):  # "false" would count as true
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name, kind, low, high in (
-                ("n", int, 1, math.inf), ("top_k", int, -1, math.inf), ("min_tokens", int, 0, math.inf),
+                ("n", int, 1, 16384), ("top_k", int, -1, math.inf), ("min_tokens", int, 0, math.inf),
                 ("max_tokens", int, 1, math.inf), ("logprobs", int, 0, math.inf), ("seed", int, -2**63, 2**63 - 1),
                 ("temperature", float, 0, math.inf), ("top_p", float, 0, 1), ("min_p", float, 0, 1),
                 ("repetition_penalty", float, 0, math.inf), ("presence_penalty", float, -2, 2),

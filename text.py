@@ -37,7 +37,8 @@ class TextCodec:
         file = folder / "chat_template.jinja"
         self.chat_template = file.read_text(encoding="utf-8") if file.is_file() else self.config.get("chat_template")
         if isinstance(self.chat_template, list):                          # several named ones
-            self.chat_template = {t["name"]: t["template"] for t in self.chat_template}.get("default")
+            named = {t.get("name"): t.get("template") for t in self.chat_template if isinstance(t, dict)}
+            self.chat_template = named.get("default")
 
     def encode(self, text, add_special_tokens=True):
         """Text to ids. The tokenizer puts BOS in front; a text that brings its own still gets just one."""
