@@ -32,7 +32,8 @@ from dataclasses import asdict, dataclass, fields
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from metrics import METRICS, RequestFuncOutput, parse_goodput, summarize, table  # noqa: E402
+from metrics import METRICS, RequestFuncOutput, parse_goodput, parse_percentiles, summarize, table  # noqa: E402
+from options import check_at_least, check_writable, naming  # noqa: E402
 from scheduler import RequestRefused, SamplingParams  # noqa: E402
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ def arrival_times(requests: list[SampleRequest], request_rate: float = math.inf,
     inf sends all at once.  burstiness 1 is a Poisson process (exponential gaps), inf a fixed gap, anything else gamma
     gaps; they are then stretched so that the last of n requests comes at exactly n / rate, for any seed.
     vLLM: benchmarks/serve.py:393 get_request"""
-    if request_rate <= 0 or burstiness <= 0:
+    if not (request_rate > 0 and burstiness > 0):       # so NaN is refused, too
         raise ValueError(f"--request-rate {request_rate} and --burstiness {burstiness} must be above 0")
     if any(request.timestamp is not None for request in requests):
         return [request.timestamp or 0.0 for request in requests]
@@ -107,6 +108,8 @@ def arrival_times(requests: list[SampleRequest], request_rate: float = math.inf,
     rng, times = random.Random(seed), [0.0]
     for _ in requests:
         times.append(times[-1] + rng.gammavariate(burstiness, 1 / (request_rate * burstiness)))
+    if not times[-1]:
+        raise ValueError(f"--burstiness is {burstiness}, so little that every gap is rounded to 0")
     return [t * (len(requests) / request_rate / times[-1]) for t in times[1:]]
 
 
@@ -196,10 +199,11 @@ def write_records(path, records) -> None:
             file.write(json.dumps(asdict(record)) + "\n")
 
 
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The command line
+
+AT_LEAST = {0: "random_prefix_len num_warmups", 2: "num_kv_blocks",      # of the blocks, one is the null block
+            1: "num_prompts random_input_len random_output_len max_concurrency block_size max_num_seqs max_model_len"}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -275,12 +279,14 @@ def main(argv=None) -> int:
     args = make_parser().parse_args(argv)
     engine = None
     try:
-        goodput = parse_goodput(args.goodput)
-        percentiles = [float(p) for p in args.metric_percentiles.split(",")]
-        metrics = args.percentile_metrics.split(",")
-        unknown = [name for name in metrics if name not in METRICS]
-        if unknown or not all(0 <= p <= 100 for p in percentiles):
-            raise ValueError(f"--percentile-metrics knows {', '.join(METRICS)}; --metric-percentiles are from 0 to 100")
+        check_at_least(args, AT_LEAST)
+        for option, path in (("--result-filename", args.result_filename), ("--records", args.records)):
+            if path:
+                check_writable(option, path)
+        goodput, metrics = parse_goodput(args.goodput), args.percentile_metrics.split(",")
+        if unknown := [name for name in metrics if name not in METRICS]:
+            raise ValueError(f"--percentile-metrics knows {', '.join(METRICS)}, not {unknown[0]!r}")
+        percentiles = parse_percentiles(args.metric_percentiles)
         engine, vocab_size, encode = make_engine(args)
         if args.dataset_path:
             requests = file_requests(args.dataset_path, vocab_size, encode, args.seed)[:args.num_prompts]
@@ -295,10 +301,8 @@ def main(argv=None) -> int:
             warm_up(engine, requests[0], args.num_warmups)
         outputs, duration = run(engine, requests, times, args.max_concurrency, sampling, make_progress())
         result = summarize(outputs, duration, goodput, percentiles, args.max_concurrency)
-        if args.records:
-            write_records(args.records, engine.records)
     except (OSError, ValueError, RuntimeError) as error:
-        print(f"bench.py: {error}", file=sys.stderr)
+        print(f"bench.py: error: {error}", file=sys.stderr)
         return 2
     finally:
         if hasattr(engine, "close"):
@@ -312,8 +316,15 @@ def main(argv=None) -> int:
     print(table(result, args.max_concurrency, args.request_rate, metrics + ["client_queue_time"]))
     if not args.simulate:
         print(f"Peak memory of this process and its workers: {result['peak_rss_bytes'] / 2 ** 20:.0f} MiB")
-    if args.save_result or args.result_filename:
-        save_result(result, args)
+    try:
+        if args.records:
+            with naming("--records", args.records):
+                write_records(args.records, engine.records)
+        if args.save_result or args.result_filename:
+            save_result(result, args)
+    except ValueError as error:
+        print(f"bench.py: error: {error}", file=sys.stderr)
+        return 2
     return 0 if result["completed"] else 1
 
 
@@ -326,7 +337,8 @@ def save_result(result: dict, args) -> None:
     path = args.result_filename or (f"{result['backend']}-{args.request_rate}qps-{pathlib.Path(args.model).name}-"
                                     f"{result['date']}.json")
     kept = {key: value for key, value in result.items() if args.save_detailed or key not in DETAILED}
-    pathlib.Path(path).write_text(json.dumps(kept) + "\n", encoding="utf-8")
+    with naming("--result-filename", path):
+        pathlib.Path(path).write_text(json.dumps(kept) + "\n", encoding="utf-8")
     print(f"written: {path}")
 
 

@@ -200,3 +200,14 @@ def parse_goodput(pairs: list[str] | None, names: tuple = ("ttft", "tpot", "e2el
         if name not in names or not limits[name] >= 0:
             raise ValueError(f"an SLO is of {', '.join(names)} with a limit of at least 0 ms, not {pair!r}")
     return limits
+
+
+def parse_percentiles(text: str) -> list[float]:
+    """"90,99" -> [90.0, 99.0]"""
+    try:
+        percentiles = [float(p) for p in text.split(",")]
+    except ValueError:
+        percentiles = [math.nan]
+    if not all(0 <= p <= 100 for p in percentiles):
+        raise ValueError(f"--metric-percentiles is {text!r}, must be numbers from 0 to 100, as in 90,99")
+    return percentiles

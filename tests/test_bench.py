@@ -1,7 +1,10 @@
 """Metrics on scripted clocks with exact values, workloads, the send loop, the command."""
 import json
 import math
+import pathlib
 import random
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy
@@ -10,8 +13,10 @@ import pytest
 import bench
 import metrics
 import show
+from conftest import ROOT
 from bench import SampleRequest, arrival_times, file_requests, random_requests, run
 from metrics import RequestFuncOutput, is_good, parse_goodput, percentile, summarize, table
+from options import check_writable
 from scheduler import RequestRefused
 
 
@@ -316,6 +321,49 @@ def test_command_refuses(argv, said, capsys):
     simulate = [] if "--simulate" in argv else ["--simulate", "h100"]
     assert bench.main([*simulate, "--model", "llama-3-8b", *argv]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", """--max-concurrency=-1 --max-concurrency=0 --request-rate=nan --burstiness=nan
+    --burstiness=0 --block-size=0 --num-kv-blocks=0 --num-kv-blocks=1 --max-num-seqs=0 --random-input-len=-5
+    --random-input-len=0 --random-output-len=0 --random-prefix-len=-3 --num-prompts=-1 --num-warmups=-1
+    --tensor-parallel-size=0 --tensor-parallel-size=-1 --gpu-memory-utilization=inf --metric-percentiles=x
+    --metric-percentiles=nan --metric-percentiles=101 --result-filename=/nope/x --records=/nope/x""".split())
+def test_an_option_out_of_range_is_named_before_the_run(wrong, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "run", lambda *args: pytest.fail("it ran"))
+    assert bench.main(["--simulate", "h100", "--model", "llama-3-8b", "--num-prompts", "3", wrong]) == 2
+    shown, (option, value) = capsys.readouterr(), wrong.split("=")
+    assert not shown.out and shown.err.startswith("bench.py: error: ") and shown.err.count("\n") == 1
+    assert option in shown.err and value in shown.err
+
+
+def test_gaps_that_all_round_to_zero_are_refused():
+    with pytest.raises(ValueError, match="--burstiness is 1e-300"):
+        arrival_times(random_requests(3, 1, 1), 2.0, 1e-300)
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("option", ["--result-filename", "--records"])
+def test_a_full_disk_costs_the_file_alone(option, capsys):
+    assert bench.main(["--simulate", "h100", "--model", "llama-3-8b", "--num-prompts", "1", option, "/dev/full"]) == 2
+    shown = capsys.readouterr()
+    assert "Successful requests:                     1" in shown.out
+    assert shown.err == f"bench.py: error: {option} /dev/full: No space left on device\n"
+
+
+def test_a_look_at_a_file_leaves_no_trace(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("kept")
+    check_writable("--records", old), check_writable("--records", new)
+    assert old.read_text() == "kept" and not new.exists()
+
+
+@pytest.mark.parametrize("command,said", [
+    ("calibrate.py --x", "--x"), ("bench_kernels.py --ben", "--ben"), ("ch01_paradigm.py --tp 3", "choice: 3")])
+def test_other_commands_refuse(command, said):
+    script, *arguments = command.split()
+    done = subprocess.run([sys.executable, ROOT / "chapters" / script, *arguments], capture_output=True, text=True,
+                          timeout=60)
+    assert done.returncode == 2 and not done.stdout and f"{script}: error: " in done.stderr and said in done.stderr
 
 
 def test_command_reports_failures(capsys):
