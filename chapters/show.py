@@ -32,6 +32,7 @@ from rich.console import Console, Group  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
+from options import check_types, make_console, naming  # noqa: E402
 from scheduler import RequestStep, StepRecord  # noqa: E402
 
 # What a request does in a step: letter, words, colour.  A cell for several steps shows the first that occurs in them.
@@ -48,7 +49,8 @@ def load_records(path) -> list[StepRecord]:
         if line.strip():
             try:
                 row = json.loads(line)
-                records.append(StepRecord(**{**row, "requests": [RequestStep(**r) for r in row["requests"]]}))
+                requests = [check_types(RequestStep(**request)) for request in row["requests"]]
+                records.append(check_types(StepRecord(**{**row, "requests": requests})))
             except (TypeError, KeyError, ValueError) as error:
                 raise ValueError(f"{path}:{number} is not a StepRecord: {error}") from None
     return records
@@ -156,7 +158,8 @@ class Timeline:
         yield Text(f"{'step':<{label}} " + ruler[:columns], style="dim", no_wrap=True)
         for name in names:
             row = Text(f"{name[-label:]:<{label}} ", no_wrap=True)
-            cells = [[letters[name].get(i) for i in range(start, min(start + per, steps))] for start in range(0, steps, per)]
+            cells = [[letters[name].get(i) for i in range(start, min(start + per, steps))]
+                     for start in range(0, steps, per)]
             cells = [next((letter for letter in PHASES if letter in cell), " ") for cell in cells]
             for letter, same in itertools.groupby(cells):
                 row.append(letter * len(list(same)), PHASES[letter][1] if letter != " " else "")
@@ -393,22 +396,24 @@ def main(argv=None) -> int:
     parser.add_argument("--trace", metavar="OUT.json", help="write a Chrome/Perfetto trace instead of printing")
     parser.add_argument("--save", metavar="DIR", help="save the step table and the timeline as SVG too")
     parser.add_argument("--max-steps", type=int, default=40, help="rows of the step table before its middle is cut")
-    args = parser.parse_args(argv)
+    args, console = parser.parse_args(argv), make_console()
     try:
         records = load_records(args.file)
         if not records:
             raise ValueError(f"{args.file} holds no step")
+        if args.trace:
+            with naming("--trace", args.trace):
+                pathlib.Path(args.trace).write_text(json.dumps(chrome_trace(records)), encoding="utf-8")
+            print(f"{args.trace}: {len(records)} steps; open it in https://ui.perfetto.dev")
+            return 0
+        pictures = {"steps": StepTable(records, args.max_steps), "timeline": Timeline(records)}
+        console.print(Group(*pictures.values()))
+        with naming("--save", args.save):
+            for name, picture in pictures.items() if args.save else ():
+                save_svg(picture, pathlib.Path(args.save) / f"{name}.svg")
     except (OSError, ValueError) as error:
-        print(f"show.py: {error}", file=sys.stderr)
+        print(f"show.py: error: {error}", file=sys.stderr)
         return 2
-    if args.trace:
-        pathlib.Path(args.trace).write_text(json.dumps(chrome_trace(records)), encoding="utf-8")
-        print(f"{args.trace}: {len(records)} steps; open it in https://ui.perfetto.dev")
-        return 0
-    pictures = {"steps": StepTable(records, args.max_steps), "timeline": Timeline(records)}
-    Console().print(Group(*pictures.values()))
-    for name, picture in pictures.items() if args.save else ():
-        save_svg(picture, pathlib.Path(args.save) / f"{name}.svg")
     return 0
 
 

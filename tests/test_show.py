@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
@@ -233,3 +233,31 @@ def test_command(tmp_path):
     assert json.loads(trace.read_text()) == chrome_trace(SCRIPT)
     wrong = command(str(tmp_path / "none.jsonl"))
     assert wrong.returncode == 2 and "none.jsonl" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize("field,value", [("request_id", 5), ("request_id", [5]), ("scheduled", None), ("sampled", "7"),
+                                         ("preempted", [["a"]]), ("duration", "1"), ("requests", None)])
+def test_a_record_with_a_field_of_another_type_is_named(field, value, tmp_path, capsys):
+    row, path = asdict(SCRIPT[2]), tmp_path / "records.jsonl"
+    (row if field in row else row["requests"][1])[field] = value
+    path.write_text(json.dumps(asdict(SCRIPT[0])) + "\n" + json.dumps(row))
+    assert show.main([str(path)]) == 2
+    shown = capsys.readouterr()
+    assert f"show.py: error: {path}:2 is not a StepRecord: " in shown.err and not shown.out
+    assert field == "requests" or f"{field} is {value!r}, must be " in shown.err
+
+
+@pytest.mark.parametrize("option,path", [("--trace", "/nope/x"), ("--save", "/proc/x")])
+def test_a_file_that_cannot_be_written_is_named(option, path, tmp_path, capsys):
+    bench.write_records(tmp_path / "records.jsonl", SCRIPT)
+    assert show.main([str(tmp_path / "records.jsonl"), option, path]) == 2
+    assert f"show.py: error: {option} {path}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("environment", [{"COLUMNS": "0", "PYTHONIOENCODING": "utf-8"},
+                                         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+def test_any_width_and_encoding_shows_something(environment, tmp_path):
+    bench.write_records(tmp_path / "records.jsonl", SCRIPT)
+    done = subprocess.run([sys.executable, ROOT / "chapters/show.py", tmp_path / "records.jsonl"], capture_output=True,
+                          timeout=60, env={"PATH": "", **environment})
+    assert done.returncode == 0 and b"PPdxwRd" in done.stdout, done.stderr
