@@ -41,12 +41,13 @@ from typing import NamedTuple
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from rich.console import Console, Group  # noqa: E402
+from rich.console import Group  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import bench  # noqa: E402
 from kv_cache import KVCacheManager  # noqa: E402
 from metrics import parse_goodput, summarize  # noqa: E402
+from options import make_console, naming  # noqa: E402
 from scheduler import Request, Scheduler, SchedulerConfig  # noqa: E402
 from show import LineChart, save_svg  # noqa: E402
 
@@ -177,10 +178,10 @@ class Ledger:
 
     def __init__(self, model=LLAMA_3_70B, hardware=HARDWARE["h100"], tp=8, calibration=CALIBRATED_H100,
                  dtype_bytes=2, block_size=16):
-        kv_heads = model.num_key_value_heads
-        if model.num_attention_heads % tp or model.intermediate_size % tp or (kv_heads % tp and tp % kv_heads):
-            raise ValueError(f"--tensor-parallel-size {tp} divides not all of {model.num_attention_heads} heads, "
-                             f"{kv_heads} KV heads (or is a multiple) and intermediate size {model.intermediate_size}")
+        heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+        if tp < 1 or heads % tp or model.intermediate_size % tp or (kv_heads % tp and tp % kv_heads):
+            raise ValueError(f"--tensor-parallel-size is {tp}, must be at least 1 and divide {heads} heads, {kv_heads} "
+                             f"KV heads (or be a multiple) and intermediate size {model.intermediate_size}")
         self.model, self.hardware, self.tp, self.calibration = model, hardware, tp, calibration
         self.dtype_bytes, self.block_size = dtype_bytes, block_size
         self.kv_heads_per_gpu = max(1, kv_heads // tp)      # more GPUs than KV heads: several keep a copy of one
@@ -223,6 +224,8 @@ class Ledger:
         """Blocks that fit beside the weights, the null block among them (estimated: the activations at their largest
         are taken to be gate_up's output, two hidden states and fp32 logits).  ValueError: no room for any.
         vLLM: v1/worker/gpu_worker.py Worker.determine_available_memory, which runs the model and measures"""
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"--gpu-memory-utilization is {gpu_memory_utilization}, must be above 0 and at most 1")
         m = self.model
         activations = (max_num_batched_tokens * (2 * m.intermediate_size / self.tp + 2 * m.hidden_size)
                        * self.dtype_bytes + max_num_seqs * m.vocab_size * 4)
@@ -465,7 +468,7 @@ def main(argv=None):
                         help="P99 limits for --sweep, of ttft, itl, tpot, e2el [ttft:500 itl:25]")
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--save", metavar="DIR", help="save the pictures of --sweep as SVG")
-    args, console = parser.parse_args(argv), Console()
+    args, console = parser.parse_args(argv), make_console()
     try:
         if args.fit or args.hardware == "here":
             import calibrate
@@ -486,10 +489,11 @@ def main(argv=None):
         slo, caching = parse_goodput(args.slo, ("ttft", "tpot", "itl", "e2el")), args.enable_prefix_caching
         pictures = sweep_pictures(sweep(ledger, enable_prefix_caching=caching), slo)
         console.print(f"{title}, {SYSTEM} + {QUESTION} tokens in, {OUTPUT} out, simulated", Group(*pictures.values()))
-        for name, picture in pictures.items() if args.save else ():
-            save_svg(picture, pathlib.Path(args.save) / f"{name}.svg")
+        with naming("--save", args.save):
+            for name, picture in pictures.items() if args.save else ():
+                save_svg(picture, pathlib.Path(args.save) / f"{name}.svg")
     except (OSError, ValueError) as error:
-        print(f"ledger.py: {error}", file=sys.stderr)
+        print(f"ledger.py: error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -118,7 +118,7 @@ def test_capacity_and_refusals():
     assert 0.9 < blocks * 16 * LEDGER_70B.kv_bytes_per_token_per_gpu / free < 1
     with pytest.raises(ValueError, match="--tensor-parallel-size"):
         Ledger(tp=1).kv_cache_blocks()                              # 141 GB in 80
-    with pytest.raises(ValueError, match="--tensor-parallel-size 3 "):
+    with pytest.raises(ValueError, match="--tensor-parallel-size is 3, "):
         Ledger(tp=3)
 
 
@@ -357,6 +357,16 @@ def test_commands(tmp_path, capsys):
     assert L.main(["--hardware", "l4", "--model", "llama-3-70b", "-tp", "1"]) == 2
     assert "--tensor-parallel-size" in capsys.readouterr().err
     assert L.main(["--sweep", "--slo", "speed:3"]) == 2 and "speed:3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv,said", [
+    ("-tp 0", "--tensor-parallel-size is 0, must be at least 1"), ("-tp -1", "--tensor-parallel-size is -1"),
+    ("-tp 3", "divide 64 heads"), ("--sweep --save /proc/x", "--save /proc/x: ")])
+def test_commands_refuse(argv, said, capsys, monkeypatch):
+    monkeypatch.setattr(L, "sweep", lambda ledger, **options: SWEEP)
+    assert L.main(argv.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ledger.py: error: ") and said in error and error.count("\n") == 1
 
 
 def test_sweep_command_saves_pictures(tmp_path, capsys, monkeypatch):
