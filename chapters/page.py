@@ -24,21 +24,23 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from rich import box  # noqa: E402
-from rich.console import Console  # noqa: E402
 from rich.rule import Rule  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
+from options import make_console  # noqa: E402
 from scheduler import SamplingParams  # noqa: E402
 from show import save_svg  # noqa: E402
 
+RANKS = (1, 2, 4, 8, 16)    # that the tiny model can be cut into
 WIDTH = 100                 # as wide as prose should be; a narrower terminal decides for itself
 
 
 def parse_args(doc, argv=None):
     """The options of a walk-through. In a notebook sys.argv is the notebook's own, so the defaults hold there."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp", type=int, default=8, help="tensor-parallel ranks of the running example's request [8]")
+    parser.add_argument("--tp", type=int, default=8, choices=RANKS,
+                        help="tensor-parallel ranks of the running example's request [8]")
     parser.add_argument("--save", metavar="DIR", help="write the pictures and tables as SVG, too")
     parser.add_argument("--width", type=int, help=f"columns to use [the terminal's, at most {WIDTH}]")
     return parser.parse_args([] if argv is None and "ipykernel" in sys.modules else argv)
@@ -49,7 +51,7 @@ class Page:
 
     def __init__(self, doc, argv=None, file=None):
         self.args, self.begin = parse_args(doc, argv), time.perf_counter()
-        self.console = Console(highlight=False, file=file)
+        self.console = make_console(highlight=False, file=file)
         self.console.width = self.args.width or min(self.console.width, WIDTH)
         title, _, rest = doc.strip().partition("\n")
         self.print(Text(title, style="bold"), Text(rest))

@@ -11,8 +11,9 @@ import torch
 import ch01_paradigm as ch01
 from conftest import ROOT
 from ledger import QUESTION, SYSTEM, Ledger, SimulatedEngine, intensity, work_of
+from model import LlamaConfig
 from nano_serve import LLM
-from page import Page, Seats, greedy, running_example, si, watched
+from page import Page, Seats, greedy, parse_args, running_example, si, watched
 from scheduler import SchedulerConfig
 
 PROMPT = SYSTEM + QUESTION
@@ -254,6 +255,17 @@ def test_a_page_keeps_to_its_width(width, tmp_path):
     assert max(cell_len(line) for line in out.getvalue().splitlines()) <= width
     assert {path.name for path in tmp_path.iterdir()} == {"a_table.svg", "seats.svg"}
     assert page.args.tp == 8 and greedy(3).max_tokens == 3
+
+
+@pytest.mark.parametrize("tp", range(-1, 33))
+def test_a_page_takes_the_ranks_that_the_tiny_model_has_room_for(tp):
+    def works(function, *arguments):
+        try:
+            return function(*arguments) is not False
+        except (ValueError, SystemExit):
+            return False
+    config = LlamaConfig.from_folder(ch01.EMBEDDED_MODEL)
+    assert works(parse_args, "", [f"--tp={tp}"]) == works(config.check_tensor_parallel, tp)
 
 
 @pytest.mark.timeout(400)
