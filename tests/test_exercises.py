@@ -151,6 +151,10 @@ ODD = {     # the answer's file: (status, what the report says)
     "import nowhere_to_be_found": ("raised", "ModuleNotFoundError: No module named 'nowhere_to_be_found' at line 1"),
     "while True:\n    pass": ("too slow", "was still running after 0.2 s at line"),
     "x = '\x00'": ("raised", "null bytes"),
+    "import os\nos._exit(0)": ("raised", "SystemExit: os._exit(0) at line 2 of tasks.py: os._exit(0)"),
+    "from os import _exit\ndef double(numbers):\n    _exit(0)": ("raised", "os._exit(0) at line 3 of tasks.py: _exit"),
+    "import os\ndef double(numbers):\n    child = os.fork()\n    if not child:\n        os._exit(2)\n"
+    "    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 4]": ("solved", ""),
 }
 
 
@@ -171,6 +175,11 @@ def test_an_answer_that_is_too_slow_is_stopped():
     exec("def spin():\n    while True:\n        pass", namespace)
     assert grade.grade_task(spin, namespace["spin"], "<string>", 0.1).status == "too slow"
     assert not any(thread.name == "answer" for thread in threading.enumerate())
+
+
+def test_exiting_is_only_taken_away_from_answers():
+    before = os._exit
+    assert grade.run_bounded(lambda: os._exit, [], 1)[1] is not before and os._exit is before
 
 
 def test_an_edit_within_the_same_second_is_seen(tmp_path):
