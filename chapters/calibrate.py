@@ -8,6 +8,7 @@
 Both search for the numbers that bring the ledger's estimate nearest to what was measured.  ledger.py itself never looks
 at a measurement, so that the reader can follow it with a pencil.
 """
+import argparse
 import csv
 import functools
 import math
@@ -209,6 +210,7 @@ def print_fit():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=reality_check.__doc__.split("\n")[0]).parse_args()      # it has no options
     measured, simulated, steps, simulated_steps = reality_check()
     print(f"measured {measured:.3f} s of CPU in {steps} steps, simulated {simulated:.3f} s in {simulated_steps}: "
           f"{simulated / measured - 1:+.1%}")
