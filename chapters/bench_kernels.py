@@ -7,6 +7,7 @@
 A kernel of this engine is bound by memory (norms, KV write, decodes) or by the tensor cores (prefill). So there are two
 yardsticks, both measured first, on the card at hand: a large copy, and a large bf16 matrix product.
 """
+import argparse
 import os
 import pathlib
 import statistics
@@ -218,4 +219,6 @@ def bench(dtype=torch.bfloat16):
 
 
 if __name__ == "__main__":
-    bench() if "--bench" in sys.argv else demo()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--bench", action="store_true", help="measure on a GPU instead of comparing on the CPU")
+    bench() if parser.parse_args().bench else demo()
