@@ -75,7 +75,7 @@ class LlamaConfig:
             more_eos = _id_set(_read_json(folder / "generation_config.json").get("eos_token_id"))
         try:
             return cls.from_dict(_read_json(folder / "config.json"), more_eos)
-        except (TypeError, AttributeError, OverflowError) as error:          # a list where a number belongs, and the like
+        except (TypeError, AttributeError, OverflowError) as error:      # a list where a number belongs, and the like
             raise CheckpointError(f"{folder / 'config.json'} has a field of an impossible type: {error}") from None
 
     @classmethod
@@ -98,8 +98,8 @@ class LlamaConfig:
             for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
                 rope[key] = _positive(f"rope type llama3: {key}", rope.get(key))
             if rope["low_freq_factor"] >= rope["high_freq_factor"]:
-                raise CheckpointError(f"config.json: rope type llama3: low_freq_factor {rope['low_freq_factor']} must be below "
-                                      f"high_freq_factor {rope['high_freq_factor']}")
+                raise CheckpointError(f"config.json: rope type llama3: low_freq_factor {rope['low_freq_factor']} must be "
+                                      f"below high_freq_factor {rope['high_freq_factor']}")
         if raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
             raise CheckpointError("config.json: partial_rotary_factor is not supported (only 1.0)")
         size = {key: raw.get(key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -143,7 +143,8 @@ def _agree(key, a, b, default=None):
 def _positive(key, value, kind=(int, float)):
     """A field's value, if it is a finite number above 0: NaN in a config makes fluent nonsense, not an error."""
     if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: {key} = {value!r}; a positive {'whole ' if kind is int else ''}number is needed")
+        what = "whole number" if kind is int else "number"
+        raise CheckpointError(f"config.json: {key} = {value!r}; a positive {what} is needed")
     return value
 
 
@@ -423,7 +424,7 @@ def checkpoint_tensors(folder):
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         wanted = _read_json(index).get("weight_map")
-        inside = lambda file: isinstance(file, str) and file == Path(file).name     # no path that leads out of the folder
+        inside = lambda file: isinstance(file, str) and file == Path(file).name     # no path out of the folder
         if not wanted or not isinstance(wanted, dict) or not all(map(inside, wanted.values())):
             raise CheckpointError(f"{index} holds no weight_map that tells for each tensor a file of this folder")
     elif single.is_file():

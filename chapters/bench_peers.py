@@ -86,11 +86,10 @@ def serve(args):
     run([(p[:40], 8) for p, _ in todo["b"][:3]])
     print(json.dumps({"ready": args.serve, "python": platform.python_version()}), file=replies)
     for name in map(str.strip, sys.stdin):
-        busy, start = busy_seconds(), time.perf_counter()
-        own = time.process_time()
+        busy, own, start = busy_seconds(), own_seconds(), time.perf_counter()
         tokens = run(todo[name])
         seconds = time.perf_counter() - start
-        other = (busy_seconds() - busy - (time.process_time() - own)) / seconds
+        other = (busy_seconds() - busy - (own_seconds() - own)) / seconds
         assert [len(t) for t in tokens] == [n for _, n in todo[name]], "a system gave another number of tokens"
         print(json.dumps({"seconds": seconds, "other": other, "tokens": tokens}), file=replies)
     replies.flush()
@@ -101,6 +100,25 @@ def busy_seconds():
     """CPU seconds that the whole machine has spent working, or that its host has taken away."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds():
+    """CPU seconds of this process and all that descend from it (vLLM computes in a child)."""
+    parents, seconds = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:                         # it has just ended
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+        seconds[int(stat.parent.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    total = 0.0
+    for pid in seconds:
+        at = pid
+        while at in parents and at != os.getpid():
+            at = parents[at]
+        total += seconds[pid] if at == os.getpid() else 0.0
+    return total
 
 
 # -- the run ------------------------------------------------------------------------------------------------------------
