@@ -422,6 +422,9 @@ class LLM:
     """
 
     def __init__(self, model=EMBEDDED_MODEL, **options):
+        known = [f.name for f in dataclasses.fields(EngineArgs)]
+        if unknown := options.keys() - set(known):
+            raise TypeError(f"LLM has no option {min(unknown)!r}; it has {', '.join(known[1:])}")
         self.engine = LLMEngine(EngineArgs(model, **options))
         self._lock = threading.Lock()            # held while a stream adds, steps, and takes its outputs
         self._next_id, self._mail = 0, {}        # _mail: request id → outputs that its stream has not taken yet

@@ -444,7 +444,7 @@ if __name__ == "__main__":
         in fp32.""")
     page.end("""
         --tp 4 instead of 8: fewer ranks, the same tokens
-        python chapters/ledger.py --sweep --slo ttft:500 itl:20: where does a stricter SLO cut?
+        python chapters/ledger.py --sweep --no-enable-prefix-caching --slo ttft:5000 tpot:20: where does a stricter SLO cut?
         in this file, CHUNK = 64, then 1024: who pays, the newcomer or the others?
-        in this file, SEATS = 8: what is left of the static loop's waste, and why?
+        in this file, SEATS = 8: the static loop takes fewer steps; does its waste shrink, and why not?
         Then the exercises, chapters/exercises/ch01/tasks.py, with make grade CH=1; and the article's chapter 2.""")
