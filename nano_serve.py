@@ -353,8 +353,10 @@ def _check_options(args):
             raise ValueError(f"--{name} {getattr(args, name)!r} is unknown; it is one of {', '.join(choices)}")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch sees no GPU here; --device cpu (or auto) needs none")
-    for name in ("tensor_parallel_size", "block_size", "num_kv_blocks", "kv_cache_memory", "threads", "max_model_len",
-                 "max_num_seqs", "max_num_batched_tokens"):
+    if type(args.tensor_parallel_size) is not int:          # its value is checked against the model's sizes
+        raise ValueError(f"--tensor-parallel-size must be a whole number, got {args.tensor_parallel_size!r}")
+    for name in ("block_size", "num_kv_blocks", "kv_cache_memory", "threads", "max_model_len", "max_num_seqs",
+                 "max_num_batched_tokens"):
         value = getattr(args, name)
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"--{name.replace('_', '-')} must be a whole number of at least 1, got {value!r}")

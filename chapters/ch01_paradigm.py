@@ -265,15 +265,18 @@ if __name__ == "__main__":
     page.say(f"""The running example from 1 to {BATCHES[-1]} clients, each of which sends its next request when the
         last is answered, through the engine's own scheduler on the ledger's clock. TPOT is a request's mean time per
         token after the first; P99 is what 99 of 100 stay below; times are in ms. All start at once, so the worst TTFT
-        is the first wave's last. SLO (service level objective, 服务等级目标): P99 TTFT {SLO['ttft']}, TPOT {SLO['tpot']}.""")
+        is the first wave's last. The prefix cache is off, so each request computes its whole prompt; the budget of
+        {EngineArgs.max_num_batched_tokens} splits that over two steps, hence a TTFT above one prefill's time.
+        SLO (service level objective, 服务等级目标): P99 TTFT {SLO['ttft']}, TPOT {SLO['tpot']}.""")
     show_curve("70B on 8 H100s, simulated", simulated, "ch01_batch_curve")
     good, last = [r for r in simulated if r["batch"] in ledger.feasible(simulated, SLO)], simulated[-1]
     if good:
         best, ratio = good[-1], lambda key: f"{last[key] / good[-1][key]:.1f} times"
         page.say(f"""It cuts the curve at batch {best['batch']}: {best['output_throughput']:,.0f} tokens/s. Batch
-            {last['batch']} has {ratio('output_throughput')} the throughput, {ratio('mean_e2el_ms')} the latency; as a
-            newcomer's prefill shares its steps with so many decodes, {ratio('p50_ttft_ms')} the median TTFT. What a
-            server is built for is the best point within the SLO, not the largest batch.""")
+            {last['batch']} has {ratio('output_throughput')} the throughput, {ratio('mean_e2el_ms')} the latency (mean
+            E2E, the chart's second line); as a newcomer's prefill shares its steps with so many decodes,
+            {ratio('p50_ttft_ms')} the median TTFT. What a server is built for is the best point within the SLO, not
+            the largest batch.""")
     show_curve("the tiny model here, measured", measured_curve(prompt), "ch01_batch_curve_here")
 
 
@@ -376,8 +379,9 @@ if __name__ == "__main__":
     with LLM(enable_prefix_caching=False, max_num_seqs=SEATS) as llm:
         runs = {"static": static_batching(llm.engine, jobs), "continuous": continuous_batching(llm, jobs)}
     same = runs["static"].tokens == runs["continuous"].tokens
-    page.say(f"""{len(jobs)} requests, {SEATS} seats. A letter is a request, a capital its prefill, a dot a token that
-        was computed for nobody. First the traditional way, a batch at a time; then the engine's. The text is the same:
+    page.say(f"""{len(jobs)} requests, {SEATS} seats. A letter is a request, a capital its prefill, a dot the seat of
+        a request that has ended, computed for nobody; the padding of short prompts hides in the capitals and is counted
+        in the table. First the traditional way, a batch at a time; then the engine's. The text is the same:
         {same}.""")
     for how, run in runs.items():
         page.say(f"{how} batching, {len(run.chunks)} steps:")
@@ -387,8 +391,8 @@ if __name__ == "__main__":
         wasted = f"{f['wasted']} ({f['wasted'] / f['computed']:.0%})"
         speeds = f"{f['tokens/s']:.0f}", f"~{f['70B']:.0f}"
         rows.append((how, f["steps"], f["computed"], wasted, f"{f['wait']:.2f} s", *speeds))
-    page.table("Static against continuous batching", ["", "steps>", "tokens computed>", "for nobody>", "mean wait>",
-                                                      "tokens/s here>", "70B>"], rows, "ch01_batching")
+    page.table("Static against continuous batching", ["", "steps>", "tokens computed>", "for nobody>",
+                                                      "mean answer>", "tokens/s here>", "70B>"], rows, "ch01_batching")
     sets, (least, most), mixed = runs["continuous"].changes()
     page.say(f"""The static loop wastes the padding of short prompts and the seats of those who have ended. The three
         changes, in the figures of the continuous run. From static to dynamic: {sets} different sets of active requests
@@ -444,7 +448,7 @@ if __name__ == "__main__":
         in fp32.""")
     page.end("""
         --tp 4 instead of 8: fewer ranks, the same tokens
-        python chapters/ledger.py --sweep --no-enable-prefix-caching --slo ttft:5000 tpot:20: where does a stricter SLO cut?
+        python chapters/ledger.py --sweep --no-enable-prefix-caching --slo ttft:5000 tpot:20: where does it cut now?
         in this file, CHUNK = 64, then 1024: who pays, the newcomer or the others?
         in this file, SEATS = 8: the static loop takes fewer steps; does its waste shrink, and why not?
         Then the exercises, chapters/exercises/ch01/tasks.py, with make grade CH=1; and the article's chapter 2.""")

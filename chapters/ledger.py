@@ -488,7 +488,8 @@ def main(argv=None):
             return 0
         slo, caching = parse_goodput(args.slo, ("ttft", "tpot", "itl", "e2el")), args.enable_prefix_caching
         pictures = sweep_pictures(sweep(ledger, enable_prefix_caching=caching), slo)
-        console.print(f"{title}, {SYSTEM} + {QUESTION} tokens in, {OUTPUT} out, simulated", Group(*pictures.values()))
+        console.print(f"{title}, {SYSTEM} + {QUESTION} tokens in, {OUTPUT} out, simulated; "
+                      f"prefix cache {'on' if caching else 'off'}", Group(*pictures.values()))
         with naming("--save", args.save):
             for name, picture in pictures.items() if args.save else ():
                 save_svg(picture, pathlib.Path(args.save) / f"{name}.svg")
