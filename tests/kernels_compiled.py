@@ -131,7 +131,7 @@ def test_the_other_kernels_compile(compile_launches, target):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 def test_attention_compiles_for_every_head_size(compile_launches, target, dtype):
     for d in (16, 24, 64, 80, 96, 128, 192, 256):
         for G in (1, 4, 8):

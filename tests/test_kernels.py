@@ -120,7 +120,7 @@ def test_kernels_compile_for_three_cards():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_kernels_compile_for_every_head_size(dtype):
     inner_pytest("kernels_compiled.py", "-m", "slow", "-k", dtype, interpret=False)
 
