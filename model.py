@@ -28,7 +28,7 @@ import kernels
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-PACKED_FOR_ROWS = 32     # oneDNN picks tiles for so many rows; measured, they serve 1 to 2,048 rows as well as any
+PACKED_FOR_ROWS = 32     # oneDNN picks tiles for so many rows; `bench_peers.py --linears` shows them at 1 to 2,048
 GREEDY_BELOW = 1e-5      # as in vLLM: a smaller temperature would overflow the division; its argmax is certain anyway
 LARGE = 1e30             # what a larger parameter is taken for: in fp32 it would be inf, and -inf / inf is no logit
 
@@ -365,8 +365,10 @@ class Llama(nn.Module):
         The plain copy is dropped, but for the embedding, from which single rows are read: a tied model then holds it
         twice. Nothing happens where this build of PyTorch or the dtype has no such layout."""
         mkldnn, dtype = torch.ops.mkldnn, self.norm.weight.dtype
+        if not torch.backends.mkldnn.is_available() or not hasattr(mkldnn, "_reorder_linear_weight"):
+            return
         supported = {torch.float16: mkldnn._is_mkldnn_fp16_supported, torch.bfloat16: mkldnn._is_mkldnn_bf16_supported}
-        if not torch.backends.mkldnn.is_available() or dtype in supported and not supported[dtype]():
+        if dtype in supported and not supported[dtype]():
             return
         for name, weights in self.named_modules():
             embedding = name == "embed_tokens"
