@@ -662,7 +662,7 @@ def test_a_checkpoint_without_a_tokenizer_takes_ids(capsys, alphabet, tmp_path):
 def test_a_step_that_breaks_off_leaves_nothing_to_be_found():
     """Its blocks were published before it ran; here they hold NaN. The prompt again must not hit them."""
     prompt, greedy = "Once upon a time, there was a little fox who lived in the forest", SamplingParams(temperature=0, max_tokens=12)
-    with LLM(check_invariants=True, num_kv_blocks=200) as llm:
+    with LLM(check_invariants=True, num_kv_blocks=200, block_size=4) as llm:          # the prompt fills some blocks
         manager, executor = llm.engine.scheduler.kv_cache_manager, llm.engine.executor
         want = llm.generate(prompt, greedy)[0].outputs[0].token_ids
         manager.reset_prefix_cache()
