@@ -27,6 +27,7 @@ import functools
 import pathlib
 import runpy
 from types import SimpleNamespace
+from typing import NamedTuple
 
 if __name__ == "__main__":     # up here: the demo wants the kernels interpreted, and @jit asks as it decorates
     runpy.run_path(str(pathlib.Path(__file__).resolve().parent / "chapters" / "bench_kernels.py"), run_name="__main__")
@@ -97,23 +98,24 @@ def _dense_rows(x):
 def apply_rope(x, cos, sin):
     """Turn each head's vector by its position's angles: dimension i is paired with i + d/2 (the "half-split" layout).
 
-    x [T, heads, d], cos and sin [T, d/2] in fp32  →  [T, heads, d], x's dtype.
+    x [T, heads, d], cos and sin [T, d] of x's dtype  →  [T, heads, d]. Both tables hold each of the d/2 angles twice,
+    and sin is negative in its first half: (x1, x2) becomes (x1, x2) * (c, c) + (x2, x1) * (-s, s).
     Hugging Face checkpoints store Wq and Wk for this layout; Meta's originals pair 2i with 2i+1, and no error would
     show if the two were mixed: the text starts well and falls apart, since position 0 turns by nothing in either.
     """
-    x1, x2 = x.chunk(2, dim=-1)                                                          # [T, heads, d/2] each
-    cos, sin = cos[:, None, :], sin[:, None, :]                                          # [T, 1, d/2]
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)     # [T, heads, d]
+    cos, sin = cos[:, None], sin[:, None]                                                # [T, 1, d]
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)                # [T, heads, d]
 
 
-def rope_and_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping):
+def rope_and_write_kv(qk, v, cos, sin, k_cache, v_cache, slot_mapping):
     """Rotate q and k, put k and v into their slots; the caches change in place.
 
-    q [T, H, d], k and v [T, Hkv, d], caches [N, bs, Hkv, d], slot_mapping [T] int64  →  q rotated [T, H, d].
+    qk [T, H + Hkv, d], the query heads and behind them the key heads, v [T, Hkv, d], cos and sin as in apply_rope,
+    caches [N, bs, Hkv, d], slot_mapping [T] int64  →  q rotated [T, H, d].
     Slot = block_id * block_size + offset; a negative slot is padding and writes nothing. Every layer writes the whole
     batch's K/V before it attends, so a chunk's tokens see each other through the cache like any older token.
     """
-    q, k = apply_rope(torch.cat((q, k), dim=1), cos, sin).split((q.shape[1], k.shape[1]), dim=1)   # both in one go
+    q, k = apply_rope(qk, cos, sin).split((qk.shape[1] - v.shape[1], v.shape[1]), dim=1)
     if int(slot_mapping.min()) < 0:
         real = slot_mapping >= 0                                                         # [T]
         slot_mapping, k, v = slot_mapping[real], k[real], v[real]
@@ -131,8 +133,8 @@ def _rope_and_write_kv_kernel(q, k, v, cos, sin, k_cache, v_cache, slot_mapping,
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]                       # [HEADS, 1]
     i = tl.arange(0, BLOCK_HALF)[None, :]                                                # [1, BLOCK_HALF]
-    c = tl.load(cos + t * HALF + i, mask=i < HALF, other=0.0)                            # [1, BLOCK_HALF] fp32
-    s = tl.load(sin + t * HALF + i, mask=i < HALF, other=0.0)
+    c = tl.load(cos + t * 2 * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)         # [1, BLOCK_HALF]
+    s = tl.load(sin + t * 2 * HALF + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)  # the half without the minus
 
     real = (head < H) & (i < HALF)                                                       # [HEADS, BLOCK_HALF]
     x1, x2 = _load_halves(q + t * q_t + head * q_h, i, q_d, real, HALF)
@@ -160,8 +162,9 @@ def _load_halves(x, i, stride, real, HALF: tl.constexpr):
             tl.load(x + (i + HALF) * stride, mask=real, other=0.0).to(tl.float32))
 
 
-def rope_and_write_kv_triton(q, k, v, cos, sin, k_cache, v_cache, slot_mapping):
+def rope_and_write_kv_triton(qk, v, cos, sin, k_cache, v_cache, slot_mapping):
     """`rope_and_write_kv` as one kernel: q, k and v are read once and written once, to where they are needed next."""
+    q, k = qk.split((qk.shape[1] - v.shape[1], v.shape[1]), dim=1)
     (T, H, d), Hkv = q.shape, k.shape[1]
     assert k.stride() == v.stride() and k_cache.stride() == v_cache.stride(), "K and V are laid out alike"
     q_out = q.new_empty(T, H, d)                                                         # [T, H, d]
@@ -205,6 +208,29 @@ def silu_and_mul_triton(gate_up):
 
 # -- 4. Attention over the paged cache --------------------------------------------------------------------------------
 
+class Tile(NamedTuple):
+    """Some query rows of a piece, m for each of its n sequences, and what they see: the first n_keys keys, less those
+    from `first` on that `mask` hides."""
+    rows: slice | torch.Tensor       # which rows of q, n * m of them
+    m: int
+    n_keys: int
+    first: int
+    mask: torch.Tensor | None        # [n, 1, m, 1, n_keys - first], 0 or -inf; None hides nothing
+    scores: torch.Tensor             # [n * Hkv, m * G, n_keys], memory for the scores
+
+
+class Piece(NamedTuple):
+    """n sequences with L gathered keys each, and the query rows that see them."""
+    n: int
+    index: torch.Tensor              # [n * Hkv * L], rows of the pool seen as [N * bs * Hkv, d]: slot * Hkv + head
+    k: torch.Tensor                  # [n * Hkv * L, d], memory for the gathered keys, and the same for the values: in
+    v: torch.Tensor                  # a fresh tensor of megabytes each 4 KiB cost a page fault, in every layer
+    tiles: list
+
+
+SCORE_BYTES = 4 << 20                # of a tile. Twice as many take a third longer in fp32, half as many a tenth
+
+
 def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, scale, plan=None):
     """Causal attention of a ragged batch: sequence s owns query rows query_start_loc[s] : query_start_loc[s+1], which
     are the *last* positions of its seq_lens[s] tokens; its keys lie in the blocks of block_tables[s]. S, T >= 1, and
@@ -214,80 +240,85 @@ def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables
     plan: `gather_plan` of this batch, the same for all layers, so the caller makes it once  →  [T, H, d], q's dtype.
     Rows of a sequence of length 0 (padding) come out as zeros.
     """
-    T, H, d = q.shape
-    Hkv = k_cache.shape[2]
-    plan = plan or gather_plan(query_start_loc, seq_lens, block_tables, k_cache)
-    keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)                          # [N*bs, Hkv, d]
-    out = torch.zeros_like(q)                                                            # [T, H, d]
-    for rows, slots, mask, (k, v) in plan:
-        n, L = slots.shape                        # n sequences of L keys each; each has q_len query rows
-        # index_select, not keys[slots]: it copies a slot's Hkv * d numbers as one run. And into memory that is there
-        # already: a fresh tensor of megabytes costs a page fault for every 4 KiB of it, in every layer.
-        k = torch.index_select(keys, 0, slots.view(-1), out=k).view(n, L, Hkv, d).transpose(1, 2)      # [n, Hkv, L, d]
-        v = torch.index_select(values, 0, slots.view(-1), out=v).view(n, L, Hkv, d).transpose(1, 2)    # [n, Hkv, L, d]
-        x = q.index_select(0, rows).to(k.dtype)                                          # [n*q_len, H, d]
-        # G query heads share one KV head (GQA). For decodes they become G query rows of that head, so that each key is
-        # read once instead of G times; for a chunk they stay heads, since there the products outweigh the reads.
-        if len(rows) == n:                        # decodes; a chunk's last piece may be a single row, too
-            x = x.view(n, Hkv, H // Hkv, d)                                              # [n, Hkv, G, d]
-            x = F.scaled_dot_product_attention(x, k, v, mask, scale=scale)               # [n, Hkv, G, d]
-            x = x.reshape(n, H, d)
-        else:
-            x = x.view(-1, Hkv, H // Hkv, d).permute(1, 2, 0, 3)                         # [Hkv, G, q_len, d]
-            k, v = (t.transpose(0, 1).expand(-1, H // Hkv, -1, -1) for t in (k, v))      # [Hkv, G, L, d]
-            x = F.scaled_dot_product_attention(x, k, v, mask, is_causal=mask is None, scale=scale)
-            x = x.permute(2, 0, 1, 3).reshape(-1, H, d)                                  # [q_len, H, d]
-        out.index_copy_(0, rows, x.to(q.dtype))
+    (T, H, d), Hkv = q.shape, k_cache.shape[2]
+    plan = plan or gather_plan(query_start_loc, seq_lens, block_tables, k_cache, H)
+    keys, values = k_cache.view(-1, d), v_cache.view(-1, d)                              # [N*bs*Hkv, d]
+    out = q.new_zeros(T, H, d)
+    for n, index, k, v, tiles in plan:
+        k = torch.index_select(keys, 0, index, out=k).view(n * Hkv, -1, d)               # [n*Hkv, L, d]
+        v = torch.index_select(values, 0, index, out=v).view(n * Hkv, -1, d)             # [n*Hkv, L, d]
+        for rows, m, n_keys, first, mask, scores in tiles:
+            # The G = H / Hkv query heads that share a KV head (GQA) are rows of it: each key is read once for all G.
+            x = (q[rows] * scale).to(k.dtype).view(n, m, Hkv, H // Hkv, d)               # [n, m, Hkv, G, d]
+            x = x.transpose(1, 2).reshape(n * Hkv, -1, d)                                # [n*Hkv, m*G, d]
+            if n * m == 1:                      # one row alone: one fused call is faster than three small ones
+                x = F.scaled_dot_product_attention(x[None], k[None, :, :n_keys], v[None, :, :n_keys], scale=1.0)
+            else:
+                torch.bmm(x, k[:, :n_keys].transpose(1, 2), out=scores)                  # [n*Hkv, m*G, n_keys]
+                if mask is not None:
+                    scores.view(n, Hkv, m, -1, n_keys)[..., first:] += mask
+                x = torch.bmm(scores.softmax(-1), v[:, :n_keys])                         # [n*Hkv, m*G, d]
+            out[rows] = x.view(n, Hkv, m, -1, d).transpose(1, 2).reshape(-1, H, d).to(q.dtype)   # [n*m, H, d]
     return out
 
 
-def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, stretch=1.5, slack=64, chunk_rows=1024):
-    """Which query rows meet which slots, in few and large pieces: a list of (rows [n*q_len], slots [n, L], mask,
-    room for the piece's keys and values, each [n*L, Hkv, d]). k_cache: any layer's, for its sizes and dtype.
+def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, stretch=1.5, slack=64, tile_rows=128):
+    """Which query rows meet which keys, in few and large pieces: a list of Piece, the same for all layers.
+    k_cache: any layer's, for its sizes and dtype.
 
     Decodes are sorted by length; a piece takes those up to `stretch` (>= 1) times its shortest and `slack` more, and is
     padded to its longest: equal lengths cost one call, unequal ones little padding. A prefill chunk is a piece of its
-    own. A whole prompt is plain causal attention, for which no mask is needed (None); a chunk behind other tokens is
-    cut every `chunk_rows` rows, so that its mask [q_len, L] stays small. Masks are additive, 0 or -inf; for decodes
-    [n, 1, 1, L], or None where nothing is to be masked.
-    Example (block size 4; A decodes its 10th token from blocks 3 5 1, B prefills 3 tokens into block 2):
-        rows 1 2 3, slots [[8 9 10]], None, …   and   rows 0, slots [[12 13 14 15 20 21 22 23 4 5]], None, …
+    own, cut into tiles of `tile_rows` rows, or fewer if their scores would outgrow SCORE_BYTES: a tile leaves out the
+    keys behind its last row, and only its own triangle needs a mask.
+    Example (block size 4, one KV head; A decodes its 10th token from blocks 3 5 1, B prefills 3 tokens into block 2):
+        index 8 9 10                        a tile: rows 1:4, m 3, n_keys 3, first 0, mask 3 x 3
+        index 12 13 14 15 20 21 22 23 4 5   a tile: rows 0:1, m 1, n_keys 10, first 10, mask None
     Padding points at a slot that its sequence does own. A masked key gets weight 0, but 0 * NaN is NaN: masking the
     score alone would let the garbage of a stale slot through, so a stale slot is not even read.
     """
-    device, (_, block_size, *head_shape) = block_tables.device, k_cache.shape
+    device, (_, block_size, Hkv, d), dtype = block_tables.device, k_cache.shape, k_cache.dtype
+    heads, plan, decodes = torch.arange(Hkv, device=device)[:, None], [], []             # [Hkv, 1]
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
-    decodes, plan = [], []
+
+    def add_piece(block_tables, positions, tiles):
+        """positions [n, L]; a tile comes as (rows, m, n_keys, first, mask)."""
+        n = len(block_tables)
+        index = (_slots(block_tables, positions, block_size)[:, None] * Hkv + heads).flatten()     # [n * Hkv * L]
+        sizes = [n * num_heads * m * n_keys for _, m, n_keys, _, _ in tiles]
+        room = k_cache.new_empty(max(sizes))                                             # the tiles take turns in it
+        plan.append(Piece(n, index, *k_cache.new_empty(2, len(index), d), [
+            Tile(*tile, room[:size].view(n * Hkv, -1, tile[2])) for tile, size in zip(tiles, sizes)]))
+
     for s, L in enumerate(lens):
-        q_len = starts[s + 1] - starts[s]
+        start, q_len = starts[s], starts[s + 1] - starts[s]
         if q_len == 1 and L > 0:
             decodes.append((L, s))
         elif L > 0:
-            slots = _slots(block_tables[s:s + 1], torch.arange(L, device=device)[None], block_size)   # [1, L]
-            step = q_len if q_len == L else chunk_rows
-            for a in range(0, q_len, step):
-                b = min(a + step, q_len)
-                first, last = L - q_len + a, L - q_len + b         # positions of these rows: [first, last)
-                mask = None
-                if first > 0:                                      # row i sees keys 0 … first + i
-                    mask = torch.zeros(b - a, last, device=device).masked_fill_(
-                        torch.ones(b - a, last, dtype=torch.bool, device=device).triu_(first + 1), -torch.inf)
-                plan.append((torch.arange(starts[s] + a, starts[s] + b, device=device), slots[:, :last], mask))
+            most = max(min(tile_rows, SCORE_BYTES // (num_heads * L * dtype.itemsize)), 1)
+            triangle = torch.full((most, most), -torch.inf, dtype=dtype, device=device).triu_(1)
+            tiles = []
+            for a in range(0, q_len, most):
+                m, first = min(most, q_len - a), L - q_len + a     # rows, and the position of the first of them
+                tiles.append((slice(start + a, start + a + m), m, first + m, first, triangle[:m, None, :m]))
+            add_piece(block_tables[s:s + 1], torch.arange(L, device=device)[None], tiles)
     decodes.sort()
     while decodes:
-        bucket = [(L, s) for L, s in decodes if L <= decodes[0][0] * stretch + slack]
-        decodes, L = decodes[len(bucket):], bucket[-1][0]
-        ids = torch.tensor([s for _, s in bucket], device=device)                        # [n]
-        n_keys = torch.tensor([n for n, _ in bucket], device=device)[:, None]            # [n, 1]
-        positions = torch.arange(L, device=device)[None]                                 # [1, L]
+        shortest = decodes[0][0]
+        bucket = [(s, L) for L, s in decodes if L <= shortest * stretch + slack]
+        decodes, L = decodes[len(bucket):], decodes[len(bucket) - 1][0]
+        bucket.sort()
+        ids = torch.tensor([s for s, _ in bucket], device=device)                        # [n]
+        n_keys = torch.tensor([n for _, n in bucket], device=device)[:, None]            # [n, 1]
+        positions, mask = torch.arange(L, device=device)[None], None                     # [1, L]
+        if shortest < L:
+            mask = torch.zeros(len(bucket), L - shortest, dtype=dtype, device=device)
+            mask.masked_fill_(positions[:, shortest:] >= n_keys, -torch.inf)
+            mask = mask[:, None, None, None]                                             # [n, 1, 1, 1, L - shortest]
+        a, b = starts[bucket[0][0]], starts[bucket[-1][0]] + 1
+        rows = slice(a, b) if b - a == len(bucket) else query_start_loc[ids].long()      # [n]
         # Beyond its own last key a sequence repeats that key's position; the mask removes the repeats.
-        slots = _slots(block_tables[ids], torch.minimum(positions, n_keys - 1), block_size)   # [n, L]
-        mask = None
-        if bucket[0][0] < L:
-            mask = torch.zeros(len(bucket), L, device=device).masked_fill_(positions >= n_keys, -torch.inf)
-            mask = mask[:, None, None]                                                   # [n, 1, 1, L]
-        plan.append((query_start_loc[ids].long(), slots, mask))
-    return [(rows, slots, mask, k_cache.new_empty(2, slots.numel(), *head_shape)) for rows, slots, mask in plan]
+        add_piece(block_tables[ids], torch.minimum(positions, n_keys - 1), [(rows, 1, L, shortest, mask)])
+    return plan
 
 
 def _slots(block_tables, positions, block_size):

@@ -308,21 +308,22 @@ class Llama(nn.Module):
         """batch: a ForwardBatch; kv_cache: `kv_cache.KVCache` of this rank, written in place  →  logits [S', V].
         x is what the next block reads, residual what it adds to: keeping them apart lets each norm do the add."""
         ops, eps = self.ops, self.config.rms_norm_eps
-        cos, sin = self.rope_cos_sin(batch.positions)                                # [T, d/2] each
-        plan = ops.plan(batch.query_start_loc, batch.seq_lens, batch.block_tables, kv_cache.k[0])
+        cos, sin = self.rope_cos_sin(batch.positions)                                # [T, d] each
+        plan = ops.plan(batch.query_start_loc, batch.seq_lens, batch.block_tables, kv_cache.k[0], self.num_heads)
         x, residual = self.embed(batch.token_ids), None                              # [T, D]
         for layer, k_cache, v_cache in zip(self.layers, kv_cache.k, kv_cache.v):
             x, residual = ops.rms_norm(x, layer.input_layernorm.weight, eps, residual)
-            q, k, v = self.qkv(layer, x)                                             # [T, H, d], [T, Hkv, d] twice
-            q = ops.rope_and_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slot_mapping)
+            qk, v = self.qkv(layer, x)                                               # [T, H + Hkv, d], [T, Hkv, d]
+            q = ops.rope_and_write_kv(qk, v, cos, sin, k_cache, v_cache, batch.slot_mapping)     # [T, H, d]
             x = ops.paged_attention(q, k_cache, v_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables,
-                                    self.config.head_dim ** -0.5, plan)              # [T, H, d]
-            x = self.row_parallel(layer.o_proj, x.flatten(1))                        # [T, D]
+                                    self.config.head_dim ** -0.5, plan).flatten(1)   # [T, H * d]
+            if layer is self.layers[-1]:
+                # From here on no token looks at another, and of a chunk of 2,000 tokens only the last makes a logit.
+                x, residual = x[batch.logits_indices], residual[batch.logits_indices]        # T becomes S'
+            x = self.row_parallel(layer.o_proj, x)                                   # [T, D]
             x, residual = ops.rms_norm(x, layer.post_attention_layernorm.weight, eps, residual)
             x = ops.silu_and_mul(linear(layer.gate_up_proj, x))                      # [T, I]
             x = self.row_parallel(layer.down_proj, x)                                # [T, D]
-        # A chunk of 2,000 tokens needs one row of logits, its last: the head is the largest matrix of a small model.
-        x, residual = x[batch.logits_indices], residual[batch.logits_indices]        # [S', D]
         x, _ = ops.rms_norm(x, self.norm.weight, eps, residual)                      # [S', D]
         return self.logits(x)
 
@@ -337,10 +338,10 @@ class Llama(nn.Module):
         return self.comm.all_reduce(x)
 
     def qkv(self, layer, x):
-        """x [T, D]  →  q [T, H, d], k and v [T, Hkv, d]: one matrix product, since all three read the same x."""
+        """x [T, D]  →  q and k side by side [T, H + Hkv, d], v [T, Hkv, d]: one matrix product, since all three read
+        the same x."""
         H, Hkv, d = self.num_heads, self.num_kv_heads, self.config.head_dim
-        q, k, v = linear(layer.qkv_proj, x).unflatten(-1, (H + 2 * Hkv, d)).split((H, Hkv, Hkv), dim=1)
-        return q, k, v
+        return linear(layer.qkv_proj, x).view(len(x), H + 2 * Hkv, d).split((H + Hkv, Hkv), dim=1)
 
     def row_parallel(self, proj, x):
         """A matrix cut by input: each rank has a share of every output, so the shares are summed (one all-reduce).
@@ -354,9 +355,11 @@ class Llama(nn.Module):
         return logits if self.tp_size == 1 else self.comm.gather(logits)[:, :self.config.vocab_size]
 
     def rope_cos_sin(self, positions):
-        """positions [T]  →  cos, sin [T, d/2], fp32: in bf16 the angles of positions 1000 and 1001 would be equal."""
+        """positions [T]  →  cos, sin [T, d] as `kernels.apply_rope` takes them, in the weights' dtype. The angles are
+        fp32: in bf16 those of positions 1000 and 1001 would be equal."""
         angles = positions[:, None].float() * self.inv_freq                          # [T, d/2]
-        return angles.cos(), angles.sin()
+        cos, sin, dtype = angles.cos(), angles.sin(), self.norm.weight.dtype
+        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
     def pack_weights(self):
         """On a CPU: lay each matrix out in the tiles that oneDNN's products walk through, once, not in each product.

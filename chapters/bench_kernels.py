@@ -32,8 +32,8 @@ GOALS = {"decode": 0.80, "prefill": 0.60, "norm": 0.85}          # shares of the
 def example_batch(seq_lens, q_lens, H=8, Hkv=2, d=64, block_size=16, dtype=torch.float32, device="cpu", seed=0,
                   fill=torch.nan):
     """S sequences of seq_lens[s] tokens, the last q_lens[s] of them in this step  →  a namespace of what the operations
-    take: q, k, v (slices of one QKV product), cos, sin, k_cache, v_cache, slot_mapping, query_start_loc, seq_lens,
-    block_tables, scale. Blocks come from a shuffled pool. A slot that no sequence owns holds `fill`: NaN, so that a
+    take: q, k, qk (both), v, which are slices of one QKV product, cos, sin, k_cache, v_cache, slot_mapping,
+    query_start_loc, seq_lens, block_tables, scale. Blocks come from a shuffled pool. A slot that no sequence owns holds `fill`: NaN, so that a
     result shows if one was read. A sequence of length 0 is padding: its slots are -1.
     """
     random = torch.Generator(device).manual_seed(seed)
@@ -53,8 +53,10 @@ def example_batch(seq_lens, q_lens, H=8, Hkv=2, d=64, block_size=16, dtype=torch
     angles = positions[:, None] * 10000.0 ** -torch.linspace(0, 1, d // 2, device=device)    # [T, d/2]
     qkv = torch.randn(len(positions), H + 2 * Hkv, d, generator=random, device=device, dtype=dtype)
     q, k, v = qkv.split((H, Hkv, Hkv), dim=1)                                            # [T, H, d], [T, Hkv, d] twice
+    cos, sin = (torch.cat((sign * table, table), dim=-1).to(dtype)                       # [T, d] each, see apply_rope
+                for sign, table in ((1, angles.cos()), (-1, angles.sin())))
     return SimpleNamespace(
-        q=q, k=k, v=v, cos=angles.cos(), sin=angles.sin(), k_cache=cache[0], v_cache=cache[1],
+        q=q, k=k, qk=qkv[:, :H + Hkv], v=v, cos=cos, sin=sin, k_cache=cache[0], v_cache=cache[1],
         slot_mapping=torch.cat(slots), query_start_loc=torch.tensor([0, *q_lens], device=device).cumsum(0).int(),
         seq_lens=torch.tensor(seq_lens, device=device).int(), block_tables=tables.int(), scale=d ** -0.5)
 
@@ -64,7 +66,7 @@ def attend(ops, b):
 
 
 def rope_and_write(ops, b):
-    return ops.rope_and_write_kv(b.q, b.k, b.v, b.cos, b.sin, b.k_cache, b.v_cache, b.slot_mapping)
+    return ops.rope_and_write_kv(b.qk, b.v, b.cos, b.sin, b.k_cache, b.v_cache, b.slot_mapping)
 
 
 # -- 2. The demo ------------------------------------------------------------------------------------------------------

@@ -144,11 +144,12 @@ def watched(engine):
     executor, seen = engine.executor, []
     execute, ops = executor.execute, executor.model.ops
 
-    def rope_and_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping):
-        shapes = {"Q": q.shape, "K": k.shape, "V": v.shape, "KV slots written": slot_mapping.unique().shape}
+    def rope_and_write_kv(qk, v, cos, sin, k_cache, v_cache, slot_mapping):
+        q = qk[:, :-v.shape[1]]
+        shapes = {"Q": q.shape, "K": v.shape, "V": v.shape, "KV slots written": slot_mapping.unique().shape}
         for what, shape in shapes.items():
             seen[-1].setdefault(what, list(shape))
-        return ops.rope_and_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+        return ops.rope_and_write_kv(qk, v, cos, sin, k_cache, v_cache, slot_mapping)
 
     def watched_execute(batch):
         seen.append({"input_ids": list(batch.token_ids.shape), "KV positions read": [int(batch.seq_lens.sum())]})

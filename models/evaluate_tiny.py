@@ -55,8 +55,9 @@ def generate(model: Llama, tokenizer: Tokenizer, prompt: str, max_tokens: int, i
         x, residual = model.embed(torch.tensor(new)), None                            # [T, D]
         for i, layer in enumerate(model.layers):
             x, residual = kernels.rms_norm(x, layer.input_layernorm.weight, eps, residual)
-            q, k, v = model.qkv(layer, x)
-            q, k, v = (t.transpose(0, 1) for t in (kernels.apply_rope(q, cos, sin), kernels.apply_rope(k, cos, sin), v))
+            qk, v = model.qkv(layer, x)
+            q, k = kernels.apply_rope(qk, cos, sin).split((model.num_heads, model.num_kv_heads), dim=1)
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))                          # [heads, T, d]
             keys[i] = k if past == 0 else torch.cat((keys[i], k), 1)
             values[i] = v if past == 0 else torch.cat((values[i], v), 1)
             x = F.scaled_dot_product_attention(q[None], keys[i][None], values[i][None], is_causal=past == 0,

@@ -156,12 +156,12 @@ def hidden_states(model: Llama, ids: torch.Tensor) -> torch.Tensor:
     training all positions of a row are there at once, so there is nothing to cache.  Rows do not see each other."""
     N, L = ids.shape
     eps = model.config.rms_norm_eps
-    cos, sin = (table.repeat(N, 1) for table in model.rope_cos_sin(torch.arange(L)))          # [N*L, d/2] each
+    cos, sin = (table.repeat(N, 1) for table in model.rope_cos_sin(torch.arange(L)))          # [N*L, d] each
     x, residual = model.embed(ids.flatten()), None                                            # [N*L, D]
     for layer in model.layers:
         x, residual = kernels.rms_norm(x, layer.input_layernorm.weight, eps, residual)
-        q, k, v = model.qkv(layer, x)                                                         # [N*L, H or Hkv, d]
-        q, k = kernels.apply_rope(q, cos, sin), kernels.apply_rope(k, cos, sin)
+        qk, v = model.qkv(layer, x)                                                           # [N*L, H + Hkv, d], …
+        q, k = kernels.apply_rope(qk, cos, sin).split((model.num_heads, model.num_kv_heads), dim=1)
         q, k, v = (t.unflatten(0, (N, L)).transpose(1, 2) for t in (q, k, v))                 # [N, heads, L, d]
         x = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)          # [N, H, L, d]
         x = model.row_parallel(layer.o_proj, x.transpose(1, 2).reshape(N * L, -1))            # [N*L, D]

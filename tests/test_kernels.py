@@ -54,7 +54,7 @@ def test_attention_twin_in_pieces():
     want = attention_the_slow_way(b).float()
     for stretch, slack, rows in ((1.5, 64, 1024), (1.5, 0, 4), (1, 0, 1), (1, 9, 18)):
         where = b.query_start_loc, b.seq_lens, b.block_tables
-        plan = kernels.gather_plan(*where, b.k_cache, stretch=stretch, slack=slack, chunk_rows=rows)
+        plan = kernels.gather_plan(*where, b.k_cache, 4, stretch=stretch, slack=slack, tile_rows=rows)
         got = kernels.paged_attention(b.q, b.k_cache, b.v_cache, *where, b.scale, plan)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -73,7 +73,8 @@ def test_row_twins():
 def test_rope_twin_turns_pairs_in_the_complex_plane():
     x, angles = torch.randn(5, 3, 8, dtype=torch.float64), torch.rand(5, 4, dtype=torch.float64)
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    got = kernels.apply_rope(x, angles.cos(), angles.sin())
+    cos, sin = angles.cos(), angles.sin()
+    got = kernels.apply_rope(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
     torch.testing.assert_close(got, torch.cat((turned.real, turned.imag), -1))
 
 

@@ -600,7 +600,7 @@ def test_bad_requests_are_refused_alone():
 
 def test_bf16_flips_only_near_ties():
     """In bf16 other shapes round differently. Alone and in a batch the text may part only where the two tokens' logits
-    are close: within two steps of bf16 at the logits' own size (2^-8 of the largest)."""
+    are close: within four steps of bf16 at the logits' own size (2^-8 of the largest)."""
     folder, jobs = toy(), [(p, greedy(N)) for p in prompts_of(12, seed=6)]
     alone = [run(make_engine(folder, dtype="bfloat16"), [job])[0].outputs[0].token_ids for job in jobs]
     together = ids_of(run(make_engine(folder, dtype="bfloat16"), jobs))
@@ -608,7 +608,7 @@ def test_bf16_flips_only_near_ties():
         at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
         if at is not None:
             logits = toys.hf_logits(folder, prompt + a[:at])[-1]
-            assert abs(logits[a[at]] - logits[b[at]]) < 2 ** -7 * logits.abs().max()
+            assert abs(logits[a[at]] - logits[b[at]]) < 2 ** -6 * logits.abs().max()
 
 
 def test_same_again():
