@@ -3,19 +3,20 @@
 Promises  a line, a question or an option that is wrong costs only itself and is named; Ctrl-C keeps what is finished
           (exit code 130); where stdout is no terminal, it is plain text.
 Order     1 The options.  2 Jobs: what is to be answered.  3 answer_all, chat_loop: the two ways to answer.
-          4 Report: what is shown and kept.  5 main.
+          4 Report: what is shown and kept.  5 shard_report: what each rank holds.  6 main.
 """
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from pathlib import Path
 
-from model import LlamaConfig, find_checkpoint
+from model import DTYPES, LlamaConfig, find_checkpoint, padded_vocab, param_shapes
 from nano_serve import LLM, EngineArgs, refused_output
 from scheduler import SamplingParams
-from worker import PUBLISHED, WorkerError, format_shard_report, published_config
+from worker import WorkerError
 
 
 # -- 1. The options ---------------------------------------------------------------------------------------------------
@@ -262,7 +263,66 @@ def step_line(record):
             + "  ".join(parts))
 
 
-# -- 5. All together --------------------------------------------------------------------------------------------------
+# -- 5. --shards: what each rank holds --------------------------------------------------------------------------------
+
+# Layers, hidden size, intermediate size, query heads, KV heads, vocabulary: from config.json of Meta-Llama-3-8B,
+# Meta-Llama-3-70B and Llama-3.1-405B at huggingface.co/meta-llama. In none of them is the head tied to the embedding.
+PUBLISHED = {"Llama-3-8B": (32, 4096, 14336, 32, 8, 128256), "Llama-3-70B": (80, 8192, 28672, 64, 8, 128256),
+             "Llama-3-405B": (126, 16384, 53248, 128, 8, 128256)}
+SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+         "vocab_size")
+
+
+def published_config(name):
+    """The LlamaConfig of a model in PUBLISHED: enough to count its bytes, without its weights."""
+    return LlamaConfig.from_dict({**dict(zip(SIZES, PUBLISHED[name])), "dtype": "bfloat16", "rope_theta": 500000.0})
+
+
+def shard_report(config, size, dtype=None):
+    """How a model lies on `size` ranks, computed from its LlamaConfig alone; a dict that json can dump.
+
+    weights: a row for each kind: kind, count (layers that have one), cut ("output" rows, "input" columns or "whole"),
+    full and rank (shapes), bytes (of all of them on one rank); weight_bytes: their sum; kv_heads of a rank, kv_replicas
+    (ranks that hold the same), kv_bytes_per_token (a rank, all layers); collectives: name, count a step, bytes that one
+    token adds to a message. dtype: of weights, KV and messages; None: the checkpoint's. ValueError for a size that
+    doesn't divide.
+    """
+    config.check_tensor_parallel(size)
+    c, L, b = config, config.num_hidden_layers, (dtype or DTYPES[config.dtype]).itemsize
+    rank, weights = param_shapes(config, 0, size), []
+    for param, full in param_shapes(config).items():
+        if param.startswith("layers.") and not param.startswith("layers.0."):
+            continue                                                 # all layers are alike
+        count, part = L if param.startswith("layers.") else 1, rank[param]
+        cut = "whole" if part == full else "output" if part[0] != full[0] else "input"
+        weights.append({"kind": param.removeprefix("layers.0."), "count": count, "cut": cut,
+                        "full": list(full), "rank": list(part), "bytes": count * math.prod(part) * b})
+    kv_heads, message = max(c.num_key_value_heads // size, 1), c.hidden_size * b
+    collectives = [("all-reduce after embed_tokens", 1, message), ("all-reduce after o_proj", L, message),
+                   ("all-reduce after down_proj", L, message),
+                   ("gather of the logits", 1, padded_vocab(c, size) // size * b)]
+    return {"size": size, "weights": weights, "weight_bytes": sum(w["bytes"] for w in weights), "kv_heads": kv_heads,
+            "kv_replicas": kv_heads * size // c.num_key_value_heads,
+            "kv_bytes_per_token": 2 * L * kv_heads * c.head_dim * b,
+            "collectives": [{"name": n, "count": k if size > 1 else 0, "bytes": m} for n, k, m in collectives]}
+
+
+def format_shard_report(config, size, dtype=None):
+    """The report as text for a terminal."""
+    report, shape = shard_report(config, size, dtype), lambda dims: " x ".join(f"{n:,}" for n in dims)
+    row = "  {:34}{:>6}  {:7}{:>18}{:>18}{:>16}".format
+    lines = [f"tensor parallel size {size}: {report['weight_bytes']:,} bytes of weights a rank",
+             row("weight", "layers", "cut by", "whole", "on a rank", "bytes a rank")]
+    for w in report["weights"]:
+        lines.append(row(w["kind"], w["count"], w["cut"], shape(w["full"]), shape(w["rank"]), f"{w['bytes']:,}"))
+    held = f", each on {report['kv_replicas']} ranks" if report["kv_replicas"] > 1 else ""
+    lines.append(f"  KV heads a rank: {report['kv_heads']}{held}; {report['kv_bytes_per_token']:,} bytes of KV a token")
+    for c in report["collectives"]:
+        lines.append(f"  {c['name']}: {c['count']} a step, {c['bytes']:,} bytes a token")
+    return "\n".join(lines)
+
+
+# -- 6. All together --------------------------------------------------------------------------------------------------
 
 def main(argv=None):
     if hasattr(sys.stdout, "reconfigure"):           # an encoding without a character gets a "?", not an exception

@@ -220,11 +220,12 @@ class Tile(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """n sequences with L gathered keys each, and the query rows that see them."""
+    """Several decodes, or one sequence with its chunk: n sequences with L keys each, and the rows that see them."""
     n: int
     index: torch.Tensor              # [n * Hkv * L], rows of the pool seen as [N * bs * Hkv, d]: slot * Hkv + head
-    k: torch.Tensor                  # [n * Hkv * L, d], memory for the gathered keys, and the same for the values: in
-    v: torch.Tensor                  # a fresh tensor of megabytes each 4 KiB cost a page fault, in every layer
+    bags: torch.Tensor | None        # [n * H, L], the same rows once for each query head; None where n is 1
+    k: torch.Tensor                  # [n * Hkv * L, d], memory for the gathered keys, and for the values where n is 1:
+    v: torch.Tensor | None           # in a fresh tensor of megabytes each 4 KiB cost a page fault, in every layer
     tiles: list
 
 
@@ -244,32 +245,37 @@ def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables
     plan = plan or gather_plan(query_start_loc, seq_lens, block_tables, k_cache, H)
     keys, values = k_cache.view(-1, d), v_cache.view(-1, d)                              # [N*bs*Hkv, d]
     out = q.new_zeros(T, H, d)
-    for n, index, k, v, tiles in plan:
+    for n, index, bags, k, v, tiles in plan:
         k = torch.index_select(keys, 0, index, out=k).view(n * Hkv, -1, d)               # [n*Hkv, L, d]
-        v = torch.index_select(values, 0, index, out=v).view(n * Hkv, -1, d)             # [n*Hkv, L, d]
+        if bags is None:
+            v = torch.index_select(values, 0, index, out=v).view(n * Hkv, -1, d)         # [n*Hkv, L, d]
         for rows, m, n_keys, first, mask, scores in tiles:
             # The G = H / Hkv query heads that share a KV head (GQA) are rows of it: each key is read once for all G.
             x = (q[rows] * scale).to(k.dtype).view(n, m, Hkv, H // Hkv, d)               # [n, m, Hkv, G, d]
             x = x.transpose(1, 2).reshape(n * Hkv, -1, d)                                # [n*Hkv, m*G, d]
-            if n * m == 1:                      # one row alone: one fused call is faster than three small ones
+            if n * m == 1:          # nothing is hidden from a row alone, and for so little one fused call is faster
                 x = F.scaled_dot_product_attention(x[None], k[None, :, :n_keys], v[None, :, :n_keys], scale=1.0)
             else:
                 torch.bmm(x, k[:, :n_keys].transpose(1, 2), out=scores)                  # [n*Hkv, m*G, n_keys]
                 if mask is not None:
                     scores.view(n, Hkv, m, -1, n_keys)[..., first:] += mask
-                x = torch.bmm(scores.softmax(-1), v[:, :n_keys])                         # [n*Hkv, m*G, d]
-            out[rows] = x.view(n, Hkv, m, -1, d).transpose(1, 2).reshape(-1, H, d).to(q.dtype)   # [n*m, H, d]
+                p = scores.softmax(-1)                                                   # [n*Hkv, m*G, n_keys]
+                if bags is None:
+                    x = torch.bmm(p, v[:, :n_keys])                                      # [n*Hkv, m*G, d]
+                else:               # sums of a table's rows by weight, read where they lie: v need not be gathered
+                    x = F.embedding_bag(bags, values, per_sample_weights=p.view(bags.shape), mode="sum")    # [n*H, d]
+            out[rows] = x.view(n, Hkv, m, -1, d).transpose(1, 2).reshape(-1, H, d).to(q.dtype)           # [n*m, H, d]
     return out
 
 
-def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, stretch=1.5, slack=64, tile_rows=128):
+def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, waste=0.25, slack=1500, tile_rows=128):
     """Which query rows meet which keys, in few and large pieces: a list of Piece, the same for all layers.
     k_cache: any layer's, for its sizes and dtype.
 
-    Decodes are sorted by length; a piece takes those up to `stretch` (>= 1) times its shortest and `slack` more, and is
-    padded to its longest: equal lengths cost one call, unequal ones little padding. A prefill chunk is a piece of its
-    own, cut into tiles of `tile_rows` rows, or fewer if their scores would outgrow SCORE_BYTES: a tile leaves out the
-    keys behind its last row, and only its own triangle needs a mask.
+    Decodes are sorted by length and padded to the longest of their piece. A piece takes the next one as long as its
+    padding stays below `slack` keys, for which a piece more would cost about as much, or the share `waste` of its keys.
+    A prefill chunk is a piece of its own, cut into tiles of `tile_rows` rows, or fewer if their scores would outgrow
+    SCORE_BYTES: a tile leaves out the keys behind its last row, and only its own triangle needs a mask.
     Example (block size 4, one KV head; A decodes its 10th token from blocks 3 5 1, B prefills 3 tokens into block 2):
         index 8 9 10                        a tile: rows 1:4, m 3, n_keys 3, first 0, mask 3 x 3
         index 12 13 14 15 20 21 22 23 4 5   a tile: rows 0:1, m 1, n_keys 10, first 10, mask None
@@ -286,8 +292,14 @@ def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, str
         index = (_slots(block_tables, positions, block_size)[:, None] * Hkv + heads).flatten()     # [n * Hkv * L]
         sizes = [n * num_heads * m * n_keys for _, m, n_keys, _, _ in tiles]
         room = k_cache.new_empty(max(sizes))                                             # the tiles take turns in it
-        plan.append(Piece(n, index, *k_cache.new_empty(2, len(index), d), [
-            Tile(*tile, room[:size].view(n * Hkv, -1, tile[2])) for tile, size in zip(tiles, sizes)]))
+        tiles = [Tile(*tile, room[:size].view(n * Hkv, -1, tile[2])) for tile, size in zip(tiles, sizes)]
+        k = k_cache.new_empty(len(index), d)
+        if n == 1:
+            bags, v = None, torch.empty_like(k)
+        else:
+            bags = index.view(n, Hkv, 1, -1).expand(-1, -1, num_heads // Hkv, -1).reshape(n * num_heads, -1).int()
+            v = None
+        plan.append(Piece(n, index, bags, k, v, tiles))
 
     for s, L in enumerate(lens):
         start, q_len = starts[s], starts[s + 1] - starts[s]
@@ -303,10 +315,11 @@ def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, str
             add_piece(block_tables[s:s + 1], torch.arange(L, device=device)[None], tiles)
     decodes.sort()
     while decodes:
-        shortest = decodes[0][0]
-        bucket = [(s, L) for L, s in decodes if L <= shortest * stretch + slack]
-        decodes, L = decodes[len(bucket):], decodes[len(bucket) - 1][0]
-        bucket.sort()
+        shortest, n, real = decodes[0][0], 1, decodes[0][0]
+        while n < len(decodes) and decodes[n][0] * n - real <= max(waste * real, slack):
+            real += decodes[n][0]
+            n += 1
+        bucket, L, decodes = sorted((s, L) for L, s in decodes[:n]), decodes[n - 1][0], decodes[n:]
         ids = torch.tensor([s for s, _ in bucket], device=device)                        # [n]
         n_keys = torch.tensor([n for _, n in bucket], device=device)[:, None]            # [n, 1]
         positions, mask = torch.arange(L, device=device)[None], None                     # [1, L]

@@ -30,7 +30,7 @@ from kv_cache import KVCache, KVCacheManager
 from model import (DTYPES, ForwardBatch, LlamaConfig, auto_dtype, find_checkpoint, param_shapes, sample, top_logprobs)
 from scheduler import Request, RequestRefused, SamplingParams, Scheduler, SchedulerConfig, check_invariants
 from text import Detokenizer, TextCodec
-from worker import make_executor, shard_report
+from worker import make_executor
 
 EMBEDDED_MODEL = str(Path(__file__).resolve().parent / "models" / "tiny-llama3")
 
@@ -65,7 +65,7 @@ class EngineArgs:
     max_num_waiting: int | None = option(None, "length of the waiting queue, beyond which requests are refused")
     seed: int = option(0, "where requests without a seed of their own get theirs from")
     attention_backend: str = option("auto", "auto, torch or triton")
-    enforce_eager: bool = option(False, "accepted, as in vLLM; every step runs eagerly so far, so it changes nothing")
+    enforce_eager: bool = option(False, "on a GPU: launch each kernel of each step, record no CUDA graphs of decodes")
     check_invariants: bool = option(False, "check the scheduler's and the pool's accounts after every step (slow)")
 
 
@@ -171,7 +171,8 @@ class LLMEngine:
         small = sum(math.prod(shape) for shape in param_shapes(self.config).values()) < 20e6
         if device == "cpu" and (args.threads or small):
             torch.set_num_threads(args.threads or 1)
-        self.executor = make_executor(folder, dtype, device, args.attention_backend, args.tensor_parallel_size)
+        self.executor = make_executor(folder, dtype, device, args.attention_backend, args.tensor_parallel_size,
+                                      args.enforce_eager)
         if num_blocks is None:       # on a GPU: what the weights leave of the share that was asked for
             free, total = torch.cuda.mem_get_info()
             num_blocks = int(args.gpu_memory_utilization * total - (total - free)) // block_bytes
@@ -512,7 +513,8 @@ class LLM:
         return {"prompt_token_ids": self.engine._tokenize({"messages": messages})[1]}
 
     def shard_report(self):
-        """What each rank holds, by kind of weight; see worker.shard_report."""
+        """What each rank holds, by kind of weight; see command_line.shard_report."""
+        from command_line import shard_report
         model = self.engine.executor.model
         return shard_report(model.config, model.tp_size, model.norm.weight.dtype)
 

@@ -6,16 +6,15 @@ Mirrors   vLLM: v1/executor/multiproc_executor.py:103 MultiprocExecutor, v1/work
 Promises  one `execute(batch) -> logits` whatever the tensor-parallel size. A rank that dies or raises ends the run
           in seconds with a WorkerError that names it; no process outlives its driver.
 Leaves out more than one host; pipeline and expert parallelism; a time limit for a rank that neither dies nor answers.
-Order     1 Worker: one rank.  2 SharedMemoryComm: what an all-reduce is.  3 ProcessGroupComm: the same by NCCL or gloo.
-          4 worker_main: the life of ranks 1 … N-1.  5 TensorParallelExecutor: rank 0, in the driver's process.
-          6 shard_report: what each rank holds.
+Order     1 Worker: one rank.  2 DecodeGraphs: its steps recorded, on a GPU.  3 SharedMemoryComm: what an all-reduce is.
+          4 ProcessGroupComm: the same by NCCL or gloo.  5 worker_main: the life of ranks 1 … N-1.
+          6 TensorParallelExecutor: rank 0, in the driver's process.
 
 Collectives (集合通信) are calls that every rank makes, in the same order, each with its own part of the data. A step makes
 2 a layer, 1 for the embedding and 1 for the logits; one more message, the batch itself, goes from rank 0 to the others.
 """
 import ctypes
 import gc
-import math
 import os
 import platform
 import shutil
@@ -34,7 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from kv_cache import KVCache
-from model import DTYPES, ForwardBatch, LlamaConfig, load_model, padded_vocab, param_shapes
+from model import ForwardBatch, LlamaConfig, load_model
 
 
 class WorkerError(RuntimeError):
@@ -49,27 +48,33 @@ class Worker:
     vLLM: v1/worker/gpu_worker.py:128 Worker; left out: memory profiling, sleep mode, LoRA, weight updates.
     """
 
-    def __init__(self, folder, dtype, device="cpu", attention_backend="auto", rank=0, size=1, comm=None):
-        self.device = device
+    def __init__(self, folder, dtype, device="cpu", attention_backend="auto", rank=0, size=1, comm=None,
+                 cuda_graphs=False):
+        self.device, self.cuda_graphs = device, cuda_graphs
         self.model = load_model(folder, dtype, device, rank, size, comm, attention_backend)
         if torch.device(device).type == "cpu":
             self.model.pack_weights()
-        self.kv_cache = None
+        self.kv_cache = self.graphs = None
 
     def init_kv_cache(self, num_blocks, block_size):
         """num_blocks counts the null block; the dtype is the weights'."""
         m = self.model
         self.kv_cache = KVCache(m.config.num_hidden_layers, num_blocks, block_size, m.num_kv_heads, m.config.head_dim,
                                 m.norm.weight.dtype, self.device)
+        if self.cuda_graphs and m.ops.name == "triton":      # the twins ask the device for lengths: nothing to record
+            self.graphs = DecodeGraphs(lambda batch: m(batch, self.kv_cache), self.device, cuda_graph_recorder())
 
     @torch.inference_mode()
     def execute(self, batch):
-        """batch: a ForwardBatch on this worker's device  →  logits [S', V]; on ranks other than 0 unspecified."""
+        """batch: a ForwardBatch on this worker's device  →  logits [S', V], to be used before the next step; on ranks
+        other than 0 unspecified."""
         with interrupts_wait():
+            if self.graphs is not None and self.graphs.fit(batch):
+                return self.graphs.run(batch)
             return self.model(batch, self.kv_cache)
 
     def close(self):
-        self.model = self.kv_cache = None
+        self.model = self.kv_cache = self.graphs = None
 
 
 @contextmanager
@@ -96,7 +101,78 @@ def interrupts_wait():
         raise KeyboardInterrupt
 
 
-# -- 2. Collectives in shared memory ----------------------------------------------------------------------------------
+# -- 2. A step as a CUDA graph ----------------------------------------------------------------------------------------
+
+CAPTURE_SIZES = 1, 2, 4, *range(8, 257, 8)       # vLLM: config/vllm.py VllmConfig._set_cudagraph_sizes
+
+
+class DecodeGraphs:
+    """Steps in which everybody decodes, recorded and replayed.
+
+    Such a step launches about nine kernels a layer, each of which takes a GPU a few microseconds for a small batch, and
+    the CPU as many to launch. But for one batch size it is always the same list of kernels over the same shapes. A CUDA
+    graph is that list, recorded once; a replay starts all of it with one call. It has addresses in it, not tensors: the
+    inputs are copied to where they were at the recording, and the logits come out where they came out then.
+
+    A graph serves one batch size and one width of the block tables. A batch takes the next larger of both: the rows
+    to spare are padding, of length 0, with slot -1 and the null block, so they read no key and write none. Example,
+    3 decodes with tables 5 blocks wide: the graph for 4 rows and 8 blocks, recorded when it is first asked for.
+    vLLM: v1/worker/gpu/cudagraph_utils.py:108 CudaGraphManager, which records all sizes at the start, and whose other
+    modes also cover mixed batches, all but their attention. Left out, too: graphs of tensor-parallel ranks.
+    """
+
+    def __init__(self, forward, device, record):
+        """forward: a ForwardBatch → logits [S', V]; record: takes a function without arguments and returns (replay, its result), a result that
+        each replay() overwrites."""
+        self.forward, self.device, self.record = forward, device, record
+        self.graphs = {}                         # (batch size, blocks) → (the batch it reads, replay, logits)
+
+    @staticmethod
+    def fit(batch):
+        """Is this batch made of decodes alone, with a logit for each, and no larger than the largest graph?"""
+        return len(batch.token_ids) == len(batch.seq_lens) == len(batch.logits_indices) <= CAPTURE_SIZES[-1]
+
+    def run(self, batch):
+        """A batch that fits  →  logits [S, V], overwritten by the next run."""
+        S, B = batch.block_tables.shape
+        key = min(n for n in CAPTURE_SIZES if n >= S), 1 << (B - 1).bit_length()
+        if key not in self.graphs:
+            static = self.padding(*key)
+            self.graphs[key] = static, *self.record(lambda: self.forward(static))
+        static, replay, logits = self.graphs[key]
+        for name in ("token_ids", "positions", "slot_mapping", "seq_lens"):
+            getattr(static, name)[:S] = getattr(batch, name)
+        static.slot_mapping[S:], static.seq_lens[S:] = -1, 0
+        static.block_tables[:S, :B] = batch.block_tables         # what older batches left in the rest is never read
+        replay()
+        return logits[:S]
+
+    def padding(self, n, blocks):
+        """A batch of n rows that are all padding."""
+        zeros = lambda *shape, dtype=torch.int64: torch.zeros(*shape, dtype=dtype, device=self.device)
+        return ForwardBatch(token_ids=zeros(n), positions=zeros(n), slot_mapping=zeros(n) - 1,
+                            query_start_loc=torch.arange(n + 1, dtype=torch.int32, device=self.device),
+                            seq_lens=zeros(n, dtype=torch.int32), block_tables=zeros(n, blocks, dtype=torch.int32),
+                            logits_indices=torch.arange(n, device=self.device))
+
+
+def cuda_graph_recorder():
+    """A function for DecodeGraphs' `record`. All graphs take turns in one pool of memory: no two run at a time, and of
+    a finished one nothing is needed but its result, which is kept out of the pool as long as somebody holds it."""
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def record(function):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()                           # the first time compiles kernels and sets up libraries: not recorded
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool, stream):
+            result = function()
+        return graph.replay, result
+    return record
+
+
+# -- 3. Collectives in shared memory ----------------------------------------------------------------------------------
 
 YIELD = getattr(os, "sched_yield", lambda: time.sleep(0))
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -251,7 +327,7 @@ class SharedMemoryComm:
         return spins + 1
 
 
-# -- 3. Collectives by NCCL or gloo -----------------------------------------------------------------------------------
+# -- 4. Collectives by NCCL or gloo -----------------------------------------------------------------------------------
 
 class ProcessGroupComm:
     """The same calls by torch's own collectives: NCCL between GPUs; gloo is the reference that tests compare with.
@@ -286,7 +362,7 @@ class ProcessGroupComm:
         return torch.cat(parts, dim=-1)                              # [S', size * n]
 
 
-# -- 4. Ranks 1 … N-1 -------------------------------------------------------------------------------------------------
+# -- 5. Ranks 1 … N-1 -------------------------------------------------------------------------------------------------
 
 INIT_KV_CACHE, RUN = 0, 1
 FIELDS = ("token_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens", "block_tables", "logits_indices")
@@ -344,7 +420,7 @@ def worker_main(rank, size, area, locks, collectives, path, driver, folder, dtyp
         os._exit(0)             # at once: a rank with a broken collective may not get through a tidy exit
 
 
-# -- 5. The driver's side ---------------------------------------------------------------------------------------------
+# -- 6. The driver's side ---------------------------------------------------------------------------------------------
 
 class TensorParallelExecutor:
     """Rank 0, and the processes of the others: `execute` sends them the batch, then computes its own share of it.
@@ -475,7 +551,7 @@ def _shut_down(flags, area, processes, scratch, owner):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size):
+def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size, enforce_eager=False):
     """What runs the batches: a Worker, or rank 0 of several.
 
     Both have init_kv_cache(num_blocks, block_size), execute(batch) → logits [S', V], close(), model, kv_cache. Raises
@@ -484,67 +560,9 @@ def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size
     """
     LlamaConfig.from_folder(folder).check_tensor_parallel(tensor_parallel_size)
     if tensor_parallel_size == 1:
-        return Worker(folder, dtype, device, attention_backend)
+        on_gpu = torch.device(device).type == "cuda"
+        return Worker(folder, dtype, device, attention_backend, cuda_graphs=on_gpu and not enforce_eager)
     if torch.device(device).type == "cuda" and tensor_parallel_size > torch.cuda.device_count():
         raise ValueError(f"--tensor-parallel-size {tensor_parallel_size} needs as many GPUs, one a rank; "
                          f"this machine has {torch.cuda.device_count()}")
     return TensorParallelExecutor(folder, dtype, device, attention_backend, tensor_parallel_size)
-
-
-# -- 6. What each rank holds ------------------------------------------------------------------------------------------
-
-# Layers, hidden size, intermediate size, query heads, KV heads, vocabulary: from config.json of Meta-Llama-3-8B,
-# Meta-Llama-3-70B and Llama-3.1-405B at huggingface.co/meta-llama. In none of them is the head tied to the embedding.
-PUBLISHED = {"Llama-3-8B": (32, 4096, 14336, 32, 8, 128256), "Llama-3-70B": (80, 8192, 28672, 64, 8, 128256),
-             "Llama-3-405B": (126, 16384, 53248, 128, 8, 128256)}
-SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-         "vocab_size")
-
-
-def published_config(name):
-    """The LlamaConfig of a model in PUBLISHED: enough to count its bytes, without its weights."""
-    return LlamaConfig.from_dict({**dict(zip(SIZES, PUBLISHED[name])), "dtype": "bfloat16", "rope_theta": 500000.0})
-
-
-def shard_report(config, size, dtype=None):
-    """How a model lies on `size` ranks, computed from its LlamaConfig alone; a dict that json can dump.
-
-    weights: a row for each kind: kind, count (layers that have one), cut ("output" rows, "input" columns or "whole"),
-    full and rank (shapes), bytes (of all of them on one rank); weight_bytes: their sum; kv_heads of a rank, kv_replicas
-    (ranks that hold the same), kv_bytes_per_token (a rank, all layers); collectives: name, count a step, bytes that one
-    token adds to a message. dtype: of weights, KV and messages; None: the checkpoint's. ValueError for a size that
-    doesn't divide.
-    """
-    config.check_tensor_parallel(size)
-    c, L, b = config, config.num_hidden_layers, (dtype or DTYPES[config.dtype]).itemsize
-    rank, weights = param_shapes(config, 0, size), []
-    for param, full in param_shapes(config).items():
-        if param.startswith("layers.") and not param.startswith("layers.0."):
-            continue                                                 # all layers are alike
-        count, part = L if param.startswith("layers.") else 1, rank[param]
-        cut = "whole" if part == full else "output" if part[0] != full[0] else "input"
-        weights.append({"kind": param.removeprefix("layers.0."), "count": count, "cut": cut,
-                        "full": list(full), "rank": list(part), "bytes": count * math.prod(part) * b})
-    kv_heads, message = max(c.num_key_value_heads // size, 1), c.hidden_size * b
-    collectives = [("all-reduce after embed_tokens", 1, message), ("all-reduce after o_proj", L, message),
-                   ("all-reduce after down_proj", L, message),
-                   ("gather of the logits", 1, padded_vocab(c, size) // size * b)]
-    return {"size": size, "weights": weights, "weight_bytes": sum(w["bytes"] for w in weights), "kv_heads": kv_heads,
-            "kv_replicas": kv_heads * size // c.num_key_value_heads,
-            "kv_bytes_per_token": 2 * L * kv_heads * c.head_dim * b,
-            "collectives": [{"name": n, "count": k if size > 1 else 0, "bytes": m} for n, k, m in collectives]}
-
-
-def format_shard_report(config, size, dtype=None):
-    """The report as text for a terminal."""
-    report, shape = shard_report(config, size, dtype), lambda dims: " x ".join(f"{n:,}" for n in dims)
-    row = "  {:34}{:>6}  {:7}{:>18}{:>18}{:>16}".format
-    lines = [f"tensor parallel size {size}: {report['weight_bytes']:,} bytes of weights a rank",
-             row("weight", "layers", "cut by", "whole", "on a rank", "bytes a rank")]
-    for w in report["weights"]:
-        lines.append(row(w["kind"], w["count"], w["cut"], shape(w["full"]), shape(w["rank"]), f"{w['bytes']:,}"))
-    held = f", each on {report['kv_replicas']} ranks" if report["kv_replicas"] > 1 else ""
-    lines.append(f"  KV heads a rank: {report['kv_heads']}{held}; {report['kv_bytes_per_token']:,} bytes of KV a token")
-    for c in report["collectives"]:
-        lines.append(f"  {c['name']}: {c['count']} a step, {c['bytes']:,} bytes a token")
-    return "\n".join(lines)

@@ -2,19 +2,24 @@
 
     python chapters/bench_peers.py --model DIR                             nano-serve and transformers
     python chapters/bench_peers.py --model DIR --vllm /path/to/python      … and the vLLM of that interpreter
-    python chapters/bench_peers.py --model DIR --budget                    where a step's time goes, against the machine's floor
+    python chapters/bench_peers.py --model DIR --budget                    where a step's time goes
     python chapters/bench_peers.py --linears                               matrix products: as stored, transposed, packed
 
 Every system is loaded once, in a process of its own; then they take turns on the same workloads (token ids, greedy, EOS
 ignored), so that a slow minute of the machine hits all of them. The ratios are what counts. A turn during which other
 work took more than an eighth of a core is repeated, then marked "!". Workloads: a1 128 tokens in, 1 out; a 128 in, 128
-out (decode: (a - a1) / 127); c 2,048 in, 1 out; b 32 requests at once, 32-512 in, 16-256 out.
+out (decode: (a - a1) / 127); c 2,048 in, 1 out; b 32 requests at once, 32-512 in, 16-256 out; b8 the first 8 of them.
+
+vLLM gets what its CPU guide recommends: tcmalloc and Intel's OpenMP preloaded where they are installed, and every core
+(by default it keeps one for itself, which on two cores halves its speed), in one process, as nano-serve is.
 """
 import argparse
+import glob
 import json
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,7 +27,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-VOCABULARY = range(100, 32000)                  # ids that every Llama-like vocabulary has, without the special ones at its ends
+VOCABULARY = range(100, 32000)                  # every Llama-like vocabulary has these, and none of them is special
 
 
 def workloads():
@@ -30,24 +35,29 @@ def workloads():
     rng = random.Random(2024)
     prompt = lambda n: [rng.choice(VOCABULARY) for _ in range(n)]
     short = prompt(128)
-    return {"a1": [(short, 1)], "a": [(short, 128)], "c": [(prompt(2048), 1)],
-            "b": [(prompt(rng.randint(32, 512)), rng.randint(16, 256)) for _ in range(32)]}
+    of = {"a1": [(short, 1)], "a": [(short, 128)], "c": [(prompt(2048), 1)],
+          "b": [(prompt(rng.randint(32, 512)), rng.randint(16, 256)) for _ in range(32)]}
+    return {**of, "b8": of["b"][:8]}
 
 
-# -- one system in one process: a workload's name comes in as a line, its figures go out as a line -----------------------
+# -- one system in one process: a workload's name comes in as a line, its figures go out as a line --------------------
 
 def nano_serve(args):
     from nano_serve import LLM, SamplingParams
-    llm = LLM(args.model, dtype=args.dtype, threads=args.threads, max_num_batched_tokens=4096, enable_prefix_caching=False)
+    llm = LLM(args.model, dtype=args.dtype, threads=args.threads, max_num_batched_tokens=4096,
+              enable_prefix_caching=False)
     greedy = lambda n: SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
-    return lambda requests: [o.outputs[0].token_ids for o in llm.generate([p for p, _ in requests], [greedy(n) for _, n in requests])]
+    return lambda requests: [o.outputs[0].token_ids for o in llm.generate(
+        [p for p, _ in requests], [greedy(n) for _, n in requests])]
 
 
 def vllm(args):
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE="2", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(args.threads),
+                      VLLM_ENABLE_V1_MULTIPROCESSING="0")
     from vllm import LLM, SamplingParams
-    llm = LLM(args.model, dtype=args.dtype, max_model_len=4096, max_num_batched_tokens=4096, enable_prefix_caching=False)
-    greedy = lambda n: SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+    llm = LLM(args.model, dtype=args.dtype, max_model_len=4096, max_num_batched_tokens=4096,
+              enable_prefix_caching=False, distributed_executor_backend="uni", disable_log_stats=True)
+    greedy = lambda n: SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
     return lambda requests: [list(o.outputs[0].token_ids) for o in llm.generate(
         [{"prompt_token_ids": p} for p, _ in requests], [greedy(n) for _, n in requests], use_tqdm=False)]
 
@@ -56,11 +66,13 @@ def transformers(args):
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
     torch.set_num_threads(args.threads)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype), attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype),
+                                                 attn_implementation="sdpa").eval()
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=256),
-        continuous_batching_config=ContinuousBatchingConfig(page_size=256, num_blocks=160, max_batch_tokens=512, use_cuda_graph=False,
-                                                            allow_block_sharing=False, use_async_batching=False))
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=256, num_blocks=160, max_batch_tokens=512, use_cuda_graph=False, allow_block_sharing=False,
+            use_async_batching=False))
     manager.start()
 
     def run(requests):
@@ -121,7 +133,7 @@ def own_seconds():
     return total
 
 
-# -- the run ------------------------------------------------------------------------------------------------------------
+# -- the run ----------------------------------------------------------------------------------------------------------
 
 def compare(args):
     """Let all systems take turns; returns {(system, dtype): {workload: [turns]}}."""
@@ -130,10 +142,16 @@ def compare(args):
     for dtype in args.dtypes:
         processes = {}
         for kind in kinds:
-            python = args.vllm if kind == "vllm" else sys.executable
+            python, env = sys.executable, os.environ
+            if kind == "vllm":
+                preload = (glob.glob("/usr/lib/*/libtcmalloc_minimal.so.4")
+                           + glob.glob(str(Path(args.vllm).parent.parent / "lib" / "libiomp5.so")))
+                python, env = args.vllm, {**os.environ, "LD_PRELOAD": ":".join(preload)}
+                print(f"vLLM with {', '.join(Path(p).name for p in preload) or 'nothing'} preloaded")
             processes[kind] = subprocess.Popen(
-                [python, __file__, "--serve", kind, "--model", args.model, "--dtype", dtype, "--threads", str(args.threads)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL if not args.verbose else None, text=True)
+                [python, __file__, "--serve", kind, "--model", args.model, "--dtype", dtype,
+                 "--threads", str(args.threads)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL if not args.verbose else None, text=True, start_new_session=True)
             if not processes[kind].stdout.readline():
                 raise SystemExit(f"{kind} did not start; --verbose shows why")
         try:
@@ -151,7 +169,7 @@ def compare(args):
                     results.setdefault((kind, dtype), {}).setdefault(name, []).append(turn)
         finally:
             for process in processes.values():
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)            # with whatever it has started
                 process.wait()
     return results
 
@@ -167,20 +185,21 @@ def report(results):
             row["decode ms/token"] = (m["a"] - m["a1"]) / 127 * 1000
         if "c" in m:
             row["TTFT@2048 s"] = m["c"]
-        if "b" in m:
-            row["b s"] = m["b"]
+        row.update({f"{name} s": m[name] for name in ("b", "b8") if name in m})
         figures[kind, dtype] = row
         marks = "".join("!" for turns in of.values() for t in turns if t["other"] >= 0.125)
         print(f"{kind:14}{dtype:10}" + "".join(f"{k}: {v:8.2f}   " for k, v in row.items()) + marks)
-        same = all(t["tokens"] == results["nano-serve", dtype][w][0]["tokens"] for w, turns in of.items() for t in turns)
+        ours = results["nano-serve", dtype]
+        same = all(t["tokens"] == ours[w][0]["tokens"] for w, turns in of.items() for t in turns)
         print(f"{'':24}same token ids as nano-serve: {'yes' if same else 'no'}")
     for peer in sorted({kind for kind, _ in figures} - {"nano-serve"}):
         best = lambda kind, key: min(row[key] for (k, _), row in figures.items() if k == kind)
-        ratios = [f"{key}: {best(peer, key) / best('nano-serve', key):.2f}x" for key in figures["nano-serve", next(iter(results))[1]]]
-        print(f"nano-serve is faster than {peer}, best dtype against best dtype:  " + "   ".join(ratios))
+        keys = figures["nano-serve", next(iter(results))[1]]
+        ratios = [f"{key}: {best(peer, key) / best('nano-serve', key):.2f}x" for key in keys]
+        print(f"{peer}'s time / nano-serve's, best dtype against best dtype:  " + "   ".join(ratios))
 
 
-# -- where the time goes ------------------------------------------------------------------------------------------------
+# -- where the time goes ----------------------------------------------------------------------------------------------
 
 def best_of(call, n):
     call()
@@ -210,41 +229,61 @@ def linears(args):
                 turned = [w.t().contiguous() for w in plain]
                 packed = [torch.ops.mkldnn._reorder_linear_weight(w, 32) for w in plain]
                 x, turn = torch.randn(rows, n_in, dtype=dtype), iter(range(10 ** 9))
-                for i, call in enumerate((lambda: F.linear(x, plain[next(turn) % copies]), lambda: x @ turned[next(turn) % copies],
-                                          lambda: torch.ops.mkldnn._linear_pointwise(x, packed[next(turn) % copies], None, "none", [], ""))):
+                product = torch.ops.mkldnn._linear_pointwise
+                for i, call in enumerate((
+                        lambda: F.linear(x, plain[next(turn) % copies]), lambda: x @ turned[next(turn) % copies],
+                        lambda: product(x, packed[next(turn) % copies], None, "none", [], ""))):
                     total[i] += best_of(call, 4 if rows > 100 else 24) * layers * 1000
             print(f"{str(dtype)[6:]:10}{rows:6}" + "".join(f"{t:12.1f}" for t in total))
 
 
 def budget(args):
-    """One decode step, alone and of 32: the products, attention, the rest of the model, sampling, and what Python adds."""
+    """One decode step, alone and of 32: the products, attention, the rest of the model, and what the engine itself adds
+    (scheduling, building the batch, taking the likeliest token of each row, handing tokens back)."""
     import torch
     from torch.profiler import ProfilerActivity, profile
     from nano_serve import LLM, SamplingParams
     read = torch.randn(1 << 26)
     read_rate = read.nbytes / best_of(lambda: read.sum(), 8)
     for dtype in args.dtypes:
-        llm = LLM(args.model, dtype=dtype, threads=args.threads, max_num_batched_tokens=4096, enable_prefix_caching=False)
-        engine, rng = llm.engine, random.Random(0)
-        size = sum(p.nbytes for p in engine.executor.model.parameters()) + sum(
-            w.packed.nbytes for w in engine.executor.model.modules() if getattr(w, "packed", None) is not None and w.weight is None)
+        llm = LLM(args.model, dtype=dtype, threads=args.threads, max_num_batched_tokens=4096,
+                  enable_prefix_caching=False)
+        engine, rng, inside = llm.engine, random.Random(0), []
+        execute = engine.executor.execute
+
+        def timed(batch):
+            start = time.perf_counter()
+            logits = execute(batch)
+            inside.append(time.perf_counter() - start)
+            return logits
+        engine.executor.execute = timed
+        model = engine.executor.model
+        size = sum(p.nbytes for p in model.parameters()) + sum(
+            w.packed.nbytes for w in model.modules() if getattr(w, "packed", None) is not None and w.weight is None)
         for batch in (1, 32):
             for i in range(batch):
                 engine.add_request(f"{batch}-{i}", [rng.choice(VOCABULARY) for _ in range(128)],
-                                   SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+                                   SamplingParams(temperature=0, max_tokens=99, ignore_eos=True))
             for _ in range(4):
                 engine.step()
-            step = min(best_of(engine.step, 8) for _ in range(2))
+            outside = []
+            for _ in range(16):
+                start = time.perf_counter()
+                engine.step()
+                outside.append(time.perf_counter() - start - inside[-1])
+            outside, step = statistics.median(outside), min(best_of(engine.step, 8) for _ in range(2))
             with profile(activities=[ProfilerActivity.CPU]) as p:
                 for _ in range(8):
                     engine.step()
             own = {e.key: e.self_cpu_time_total / 8e3 for e in p.key_averages()}                     # ms a step
             products = own.get("mkldnn::_linear_pointwise", 0) + own.get("aten::mm", 0) + own.get("aten::addmm", 0)
-            attention = sum(v for k, v in own.items() if "scaled_dot_product" in k) + own.get("aten::index_select", 0)
+            attention = sum(v for k, v in own.items() if "scaled_dot_product" in k or k in (
+                "aten::index_select", "aten::bmm", "aten::_softmax", "aten::_embedding_bag_forward_only"))
             others = sum(own.values()) - products - attention
-            print(f"{dtype} batch {batch}: step {step * 1000:.1f} ms; under the profiler: products {products:.1f}, attention with its "
-                  f"gathers {attention:.1f}, other operators {others:.1f} ms; reading the weights once at {read_rate / 1e9:.0f} GB/s "
-                  f"would take {size / read_rate * 1000:.1f} ms")
+            print(f"{dtype} batch {batch}: step {step * 1000:.1f} ms, of which the engine {outside * 1000:.2f} "
+                  f"({outside / batch * 1e6:.0f} us a request, {outside / step:.1%}); under the profiler: products "
+                  f"{products:.1f}, attention with its gathers {attention:.1f}, other operators {others:.1f} ms; reading "
+                  f"the weights once at {read_rate / 1e9:.0f} GB/s would take {size / read_rate * 1000:.1f} ms")
             for i in range(batch):
                 engine.abort_request(f"{batch}-{i}")
 
@@ -272,7 +311,8 @@ def main():
     elif args.budget:
         budget(args)
     else:
-        print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {args.threads} threads, Python {platform.python_version()}")
+        print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {args.threads} threads, "
+              f"Python {platform.python_version()}")
         report(compare(args))
 
 

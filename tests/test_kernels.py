@@ -51,12 +51,14 @@ def test_attention_twin(dtype, tolerance, block_size):
 def test_attention_twin_in_pieces():
     """However a plan cuts the batch (buckets of decodes, rows of a chunk), the result is the same."""
     b = example_batch([3, 30, 7, 19, 25], [1, 1, 1, 19, 9], H=4, Hkv=1, d=16)
-    want = attention_the_slow_way(b).float()
-    for stretch, slack, rows in ((1.5, 64, 1024), (1.5, 0, 4), (1, 0, 1), (1, 9, 18)):
+    want, pieces = attention_the_slow_way(b).float(), set()
+    for waste, slack, rows in ((0.25, 1500, 1024), (0.3, 0, 4), (0, 0, 1), (0, 9, 18)):
         where = b.query_start_loc, b.seq_lens, b.block_tables
-        plan = kernels.gather_plan(*where, b.k_cache, 4, stretch=stretch, slack=slack, tile_rows=rows)
+        plan = kernels.gather_plan(*where, b.k_cache, 4, waste=waste, slack=slack, tile_rows=rows)
+        pieces.add(tuple(piece.n for piece in plan))
         got = kernels.paged_attention(b.q, b.k_cache, b.v_cache, *where, b.scale, plan)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert len(pieces) == 3, "these numbers cut the decodes in three ways"
 
 
 def test_row_twins():

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
+import command_line
 import kv_cache
 import model
 import toys
@@ -288,7 +289,7 @@ def test_collectives_of_a_step():
     try:
         run(engine, [(p, greedy(4)) for p in PROMPTS[:3]])
         assert engine.executor.comm.num_collectives == len(engine.records) * (2 * 2 + 2)
-        report = worker.shard_report(engine.config, 2)
+        report = command_line.shard_report(engine.config, 2)
         assert sum(c["count"] for c in report["collectives"]) == 2 * 2 + 2
     finally:
         engine.close()
@@ -806,7 +807,7 @@ class NoComm:
 def test_report_says_what_a_rank_holds(name, size):
     """Bytes and shapes of the report against those of each loaded rank."""
     config = LlamaConfig.from_folder(toy_of(name))
-    report = worker.shard_report(config, size)
+    report = command_line.shard_report(config, size)
     assert json.loads(json.dumps(report)) == report
     for rank in range(size):
         held = load_model(toy_of(name), torch.float32, tp_rank=rank, tp_size=size)
@@ -826,9 +827,9 @@ def test_report_says_what_a_rank_holds(name, size):
     ("Llama-3-405B", 8, 405_853_388_800, None, 1, 1, 64_512)])
 def test_report_of_published_models(name, size, parameters, rank_bytes, kv_heads, replicas, kv_bytes):
     """From the config alone: published parameter counts, the running example's 17.6 GB and 40 KiB a token."""
-    config = worker.published_config(name)
-    report = worker.shard_report(config, size)
-    assert worker.shard_report(config, 1)["weight_bytes"] == 2 * parameters
+    config = command_line.published_config(name)
+    report = command_line.shard_report(config, size)
+    assert command_line.shard_report(config, 1)["weight_bytes"] == 2 * parameters
     assert rank_bytes in (None, report["weight_bytes"])
     assert (report["kv_heads"], report["kv_replicas"], report["kv_bytes_per_token"]) == (kv_heads, replicas, kv_bytes)
     # Ranks together hold everything once, the norms and replicated KV heads as often as there are ranks or replicas.
@@ -843,7 +844,7 @@ def test_report_of_published_models(name, size, parameters, rank_bytes, kv_heads
 def test_report_on_the_command_line(capsys):
     assert main(["--shards", "-tp", "8"]) == 0
     out = capsys.readouterr().out
-    report = worker.shard_report(LlamaConfig.from_folder(EMBEDDED_MODEL), 8)
+    report = command_line.shard_report(LlamaConfig.from_folder(EMBEDDED_MODEL), 8)
     for w in report["weights"]:
         (line,) = [x for x in out.splitlines() if x.split()[:1] == [w["kind"]]]
         assert f"{w['bytes']:,}" in line and " x ".join(f"{n:,}" for n in w["rank"]) in line
