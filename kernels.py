@@ -208,28 +208,30 @@ def silu_and_mul_triton(gate_up):
 
 # -- 4. Attention over the paged cache --------------------------------------------------------------------------------
 
-class Tile(NamedTuple):
-    """Some query rows of a piece, m for each of its n sequences, and what they see: the first n_keys keys, less those
-    from `first` on that `mask` hides."""
+class RowTile(NamedTuple):
+    """m query rows of each of a Gather's n sequences. Every row sees the keys 0 … clear-1, and of clear … n_keys-1 what
+    `mask` leaves."""
     rows: slice | torch.Tensor       # which rows of q, n * m of them
     m: int
     n_keys: int
-    first: int
-    mask: torch.Tensor | None        # [n, 1, m, 1, n_keys - first], 0 or -inf; None hides nothing
+    clear: int
+    mask: torch.Tensor | None        # 0 or -inf; [n, 1, 1, 1, n_keys - clear] of decodes, [m, 1, m] of a chunk; or None
     scores: torch.Tensor             # [n * Hkv, m * G, n_keys], memory for the scores
 
 
-class Piece(NamedTuple):
-    """Several decodes, or one sequence with its chunk: n sequences with L keys each, and the rows that see them."""
+class Gather(NamedTuple):
+    """n sequences with L keys each, and the rows that see them: n decodes, or (n = 1) one decode or one chunk."""
     n: int
     index: torch.Tensor              # [n * Hkv * L], rows of the pool seen as [N * bs * Hkv, d]: slot * Hkv + head
-    bags: torch.Tensor | None        # [n * H, L], the same rows once for each query head; None where n is 1
-    k: torch.Tensor                  # [n * Hkv * L, d], memory for the gathered keys, and for the values where n is 1:
-    v: torch.Tensor | None           # in a fresh tensor of megabytes each 4 KiB cost a page fault, in every layer
+    bags: torch.Tensor | None        # [n * H, L] int32, the same rows once for each query head; None where n is 1
+    # Memory for what is gathered: a fresh tensor in each layer would cost a page fault for every 4 KiB of it.
+    k: torch.Tensor                  # [n * Hkv * L, d]
+    v: torch.Tensor | None           # the same; None where n > 1: there `bags` tell where the values lie
     tiles: list
 
 
-SCORE_BYTES = 4 << 20                # of a tile. Twice as many take a third longer in fp32, half as many a tenth
+SCORE_BYTES = 4 << 20                # of a chunk's tile: larger ones no longer stay in a CPU's caches
+GATHER_BYTES = 64 << 20              # of the keys of several decodes
 
 
 def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, scale, plan=None):
@@ -239,17 +241,19 @@ def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables
 
     q [T, H, d], caches [N, bs, Hkv, d], query_start_loc [S+1], seq_lens [S], block_tables [S, B], scale a float;
     plan: `gather_plan` of this batch, the same for all layers, so the caller makes it once  →  [T, H, d], q's dtype.
-    Rows of a sequence of length 0 (padding) come out as zeros.
+    Rows of a sequence of length 0 (padding) come out as zeros. Scores have the cache's dtype, as in transformers' eager
+    attention, or fp32 for a row alone (the fused call's way); the kernels, which keep them in registers, have fp32.
     """
     (T, H, d), Hkv = q.shape, k_cache.shape[2]
-    plan = plan or gather_plan(query_start_loc, seq_lens, block_tables, k_cache, H)
+    if plan is None:
+        plan = gather_plan(query_start_loc, seq_lens, block_tables, k_cache, H)
     keys, values = k_cache.view(-1, d), v_cache.view(-1, d)                              # [N*bs*Hkv, d]
     out = q.new_zeros(T, H, d)
     for n, index, bags, k, v, tiles in plan:
         k = torch.index_select(keys, 0, index, out=k).view(n * Hkv, -1, d)               # [n*Hkv, L, d]
         if bags is None:
             v = torch.index_select(values, 0, index, out=v).view(n * Hkv, -1, d)         # [n*Hkv, L, d]
-        for rows, m, n_keys, first, mask, scores in tiles:
+        for rows, m, n_keys, clear, mask, scores in tiles:
             # The G = H / Hkv query heads that share a KV head (GQA) are rows of it: each key is read once for all G.
             x = (q[rows] * scale).to(k.dtype).view(n, m, Hkv, H // Hkv, d)               # [n, m, Hkv, G, d]
             x = x.transpose(1, 2).reshape(n * Hkv, -1, d)                                # [n*Hkv, m*G, d]
@@ -258,7 +262,7 @@ def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables
             else:
                 torch.bmm(x, k[:, :n_keys].transpose(1, 2), out=scores)                  # [n*Hkv, m*G, n_keys]
                 if mask is not None:
-                    scores.view(n, Hkv, m, -1, n_keys)[..., first:] += mask
+                    scores.view(n, Hkv, m, -1, n_keys)[..., clear:] += mask
                 p = scores.softmax(-1)                                                   # [n*Hkv, m*G, n_keys]
                 if bags is None:
                     x = torch.bmm(p, v[:, :n_keys])                                      # [n*Hkv, m*G, d]
@@ -269,16 +273,17 @@ def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables
 
 
 def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, waste=0.25, slack=1500, tile_rows=128):
-    """Which query rows meet which keys, in few and large pieces: a list of Piece, the same for all layers.
+    """Which query rows meet which keys, in few and large products: a list of Gather, the same for all layers.
     k_cache: any layer's, for its sizes and dtype.
 
-    Decodes are sorted by length and padded to the longest of their piece. A piece takes the next one as long as its
-    padding stays below `slack` keys, for which a piece more would cost about as much, or the share `waste` of its keys.
-    A prefill chunk is a piece of its own, cut into tiles of `tile_rows` rows, or fewer if their scores would outgrow
-    SCORE_BYTES: a tile leaves out the keys behind its last row, and only its own triangle needs a mask.
+    A prefill chunk is gathered by itself and cut into tiles of `tile_rows` rows, or down to 16 if their scores would
+    outgrow SCORE_BYTES: a tile leaves out the keys behind its last row, and only its own triangle needs a mask.
+    Decodes are sorted by length and padded to the longest of their gather. It takes the next one as long as the padding
+    is then at most `slack` keys, or at most the share `waste` of the keys it has: few products for short sequences,
+    little padding for long ones. Chunks come first in the plan.
     Example (block size 4, one KV head; A decodes its 10th token from blocks 3 5 1, B prefills 3 tokens into block 2):
-        index 8 9 10                        a tile: rows 1:4, m 3, n_keys 3, first 0, mask 3 x 3
-        index 12 13 14 15 20 21 22 23 4 5   a tile: rows 0:1, m 1, n_keys 10, first 10, mask None
+        index 8 9 10                        a tile: rows 1:4, m 3, n_keys 3, clear 0, mask 3 x 3
+        index 12 13 14 15 20 21 22 23 4 5   a tile: rows 0:1, m 1, n_keys 10, clear 10, mask None
     Padding points at a slot that its sequence does own. A masked key gets weight 0, but 0 * NaN is NaN: masking the
     score alone would let the garbage of a stale slot through, so a stale slot is not even read.
     """
@@ -286,51 +291,52 @@ def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, was
     heads, plan, decodes = torch.arange(Hkv, device=device)[:, None], [], []             # [Hkv, 1]
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
 
-    def add_piece(block_tables, positions, tiles):
-        """positions [n, L]; a tile comes as (rows, m, n_keys, first, mask)."""
+    def add(block_tables, positions, tiles):
+        """positions [n, L]; a tile comes as (rows, m, n_keys, clear, mask)."""
         n = len(block_tables)
         index = (_slots(block_tables, positions, block_size)[:, None] * Hkv + heads).flatten()     # [n * Hkv * L]
-        sizes = [n * num_heads * m * n_keys for _, m, n_keys, _, _ in tiles]
-        room = k_cache.new_empty(max(sizes))                                             # the tiles take turns in it
-        tiles = [Tile(*tile, room[:size].view(n * Hkv, -1, tile[2])) for tile, size in zip(tiles, sizes)]
+        room = k_cache.new_empty(n * num_heads * max(m * n_keys for _, m, n_keys, _, _ in tiles))  # used in turns
+        tiles = [RowTile(rows, m, n_keys, clear, mask, room[:n * num_heads * m * n_keys].view(n * Hkv, -1, n_keys))
+                 for rows, m, n_keys, clear, mask in tiles]
         k = k_cache.new_empty(len(index), d)
+        bags = v = None
         if n == 1:
-            bags, v = None, torch.empty_like(k)
+            v = torch.empty_like(k)
         else:
             bags = index.view(n, Hkv, 1, -1).expand(-1, -1, num_heads // Hkv, -1).reshape(n * num_heads, -1).int()
-            v = None
-        plan.append(Piece(n, index, bags, k, v, tiles))
+        plan.append(Gather(n, index, bags, k, v, tiles))
 
     for s, L in enumerate(lens):
         start, q_len = starts[s], starts[s + 1] - starts[s]
         if q_len == 1 and L > 0:
             decodes.append((L, s))
         elif L > 0:
-            most = max(min(tile_rows, SCORE_BYTES // (num_heads * L * dtype.itemsize)), 1)
+            most = min(tile_rows, q_len, max(SCORE_BYTES // (num_heads * L * dtype.itemsize), 16))
             triangle = torch.full((most, most), -torch.inf, dtype=dtype, device=device).triu_(1)
             tiles = []
             for a in range(0, q_len, most):
-                m, first = min(most, q_len - a), L - q_len + a     # rows, and the position of the first of them
-                tiles.append((slice(start + a, start + a + m), m, first + m, first, triangle[:m, None, :m]))
-            add_piece(block_tables[s:s + 1], torch.arange(L, device=device)[None], tiles)
+                m, clear = min(most, q_len - a), L - q_len + a     # rows, and the position of the first of them
+                tiles.append((slice(start + a, start + a + m), m, clear + m, clear, triangle[:m, None, :m]))
+            add(block_tables[s:s + 1], torch.arange(L, device=device)[None], tiles)
     decodes.sort()
     while decodes:
-        shortest, n, real = decodes[0][0], 1, decodes[0][0]
-        while n < len(decodes) and decodes[n][0] * n - real <= max(waste * real, slack):
-            real += decodes[n][0]
-            n += 1
-        bucket, L, decodes = sorted((s, L) for L, s in decodes[:n]), decodes[n - 1][0], decodes[n:]
+        shortest, n, keys = decodes[0][0], 1, decodes[0][0]        # `keys` of the n sequences, without padding
+        for L, _ in decodes[1:]:
+            padding = L * n - keys                                 # if this one comes in, the others are padded to L
+            if padding > max(waste * keys, slack) or L * (n + 1) * Hkv * d * dtype.itemsize > GATHER_BYTES:
+                break
+            n, keys = n + 1, keys + L
+        bucket, L, decodes = sorted((s, length) for length, s in decodes[:n]), decodes[n - 1][0], decodes[n:]
         ids = torch.tensor([s for s, _ in bucket], device=device)                        # [n]
-        n_keys = torch.tensor([n for _, n in bucket], device=device)[:, None]            # [n, 1]
+        lengths = torch.tensor([length for _, length in bucket], device=device)[:, None]    # [n, 1]
         positions, mask = torch.arange(L, device=device)[None], None                     # [1, L]
         if shortest < L:
-            mask = torch.zeros(len(bucket), L - shortest, dtype=dtype, device=device)
-            mask.masked_fill_(positions[:, shortest:] >= n_keys, -torch.inf)
-            mask = mask[:, None, None, None]                                             # [n, 1, 1, 1, L - shortest]
+            mask = torch.zeros(n, L - shortest, dtype=dtype, device=device)
+            mask = mask.masked_fill_(positions[:, shortest:] >= lengths, -torch.inf)[:, None, None, None]
         a, b = starts[bucket[0][0]], starts[bucket[-1][0]] + 1
-        rows = slice(a, b) if b - a == len(bucket) else query_start_loc[ids].long()      # [n]
+        rows = slice(a, b) if b - a == n else query_start_loc[ids].long()
         # Beyond its own last key a sequence repeats that key's position; the mask removes the repeats.
-        add_piece(block_tables[ids], torch.minimum(positions, n_keys - 1), [(rows, 1, L, shortest, mask)])
+        add(block_tables[ids], torch.minimum(positions, lengths - 1), [(rows, 1, L, shortest, mask)])
     return plan
 
 
@@ -340,7 +346,7 @@ def _slots(block_tables, positions, block_size):
     block_tables [n, B], positions [n, L]  →  slots [n, L] int64.
     Example: block_size 4, table [7, 2], 6 tokens  →  slots 28 29 30 31 | 8 9.
     """
-    blocks = block_tables.long().gather(1, positions.expand(len(block_tables), -1) // block_size)     # [n, L]
+    blocks = block_tables.long().gather(1, positions // block_size)                      # [n, L]
     return blocks * block_size + positions % block_size                                               # [n, L]
 
 

@@ -319,7 +319,7 @@ class Llama(nn.Module):
                                     self.config.head_dim ** -0.5, plan).flatten(1)   # [T, H * d]
             if layer is self.layers[-1]:
                 # From here on no token looks at another, and of a chunk of 2,000 tokens only the last makes a logit.
-                x, residual = x[batch.logits_indices], residual[batch.logits_indices]        # T becomes S'
+                x, residual = x[batch.logits_indices], residual[batch.logits_indices]        # T is S' from here on
             x = self.row_parallel(layer.o_proj, x)                                   # [T, D]
             x, residual = ops.rms_norm(x, layer.post_attention_layernorm.weight, eps, residual)
             x = ops.silu_and_mul(linear(layer.gate_up_proj, x))                      # [T, I]
@@ -385,7 +385,7 @@ def linear(proj, x, with_bias=True):
     """x [T, in] times a matrix [out, in]  →  [T, out]."""
     bias = proj.bias if with_bias else None
     if proj.packed is not None:
-        return torch.ops.mkldnn._linear_pointwise(x, proj.packed, bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, proj.packed, bias, "none", [], "")      # no activation fused
     return F.linear(x, proj.weight, bias)
 
 

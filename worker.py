@@ -62,7 +62,8 @@ class Worker:
         self.kv_cache = KVCache(m.config.num_hidden_layers, num_blocks, block_size, m.num_kv_heads, m.config.head_dim,
                                 m.norm.weight.dtype, self.device)
         if self.cuda_graphs and m.ops.name == "triton":      # the twins ask the device for lengths: nothing to record
-            self.graphs = DecodeGraphs(lambda batch: m(batch, self.kv_cache), self.device, cuda_graph_recorder())
+            logits = torch.empty(CAPTURE_SIZES[-1], m.config.vocab_size, dtype=m.norm.weight.dtype, device=self.device)
+            self.graphs = DecodeGraphs(lambda batch: m(batch, self.kv_cache), logits, cuda_graph_recorder())
 
     @torch.inference_mode()
     def execute(self, batch):
@@ -103,7 +104,7 @@ def interrupts_wait():
 
 # -- 2. A step as a CUDA graph ----------------------------------------------------------------------------------------
 
-CAPTURE_SIZES = 1, 2, 4, *range(8, 257, 8)       # vLLM: config/vllm.py VllmConfig._set_cudagraph_sizes
+CAPTURE_SIZES = 1, 2, 4, *range(8, 257, 8)       # vLLM: config/vllm.py:1778 VllmConfig._set_cudagraph_sizes
 
 
 class DecodeGraphs:
@@ -114,18 +115,19 @@ class DecodeGraphs:
     graph is that list, recorded once; a replay starts all of it with one call. It has addresses in it, not tensors: the
     inputs are copied to where they were at the recording, and the logits come out where they came out then.
 
-    A graph serves one batch size and one width of the block tables. A batch takes the next larger of both: the rows
-    to spare are padding, of length 0, with slot -1 and the null block, so they read no key and write none. Example,
-    3 decodes with tables 5 blocks wide: the graph for 4 rows and 8 blocks, recorded when it is first asked for.
+    A graph serves one batch size and one width of the block tables. A batch takes the next larger of both: the rows to
+    spare are padding, of length 0 and slot -1, so they read no key and write none, whatever their block table still
+    holds. Example: 3 decodes with tables 5 blocks wide run in the graph for 4 rows and 8 blocks, recorded when it is
+    first asked for.
     vLLM: v1/worker/gpu/cudagraph_utils.py:108 CudaGraphManager, which records all sizes at the start, and whose other
     modes also cover mixed batches, all but their attention. Left out, too: graphs of tensor-parallel ranks.
     """
 
-    def __init__(self, forward, device, record):
-        """forward: a ForwardBatch → logits [S', V]; record: takes a function without arguments and returns (replay, its result), a result that
-        each replay() overwrites."""
-        self.forward, self.device, self.record = forward, device, record
-        self.graphs = {}                         # (batch size, blocks) → (the batch it reads, replay, logits)
+    def __init__(self, forward, logits, record):
+        """forward: a ForwardBatch → logits [S', V]; logits [largest size, V]: where all graphs leave theirs, for of each
+        its own they would be gigabytes; record: takes a function without arguments, returns what replays it."""
+        self.forward, self.logits, self.record = forward, logits, record
+        self.graphs = {}                         # (batch size, blocks) → (the batch that it reads, replay)
 
     @staticmethod
     def fit(batch):
@@ -135,30 +137,31 @@ class DecodeGraphs:
     def run(self, batch):
         """A batch that fits  →  logits [S, V], overwritten by the next run."""
         S, B = batch.block_tables.shape
-        key = min(n for n in CAPTURE_SIZES if n >= S), 1 << (B - 1).bit_length()
-        if key not in self.graphs:
-            static = self.padding(*key)
-            self.graphs[key] = static, *self.record(lambda: self.forward(static))
-        static, replay, logits = self.graphs[key]
+        rows = min(n for n in CAPTURE_SIZES if n >= S)
+        blocks = 1 << (B - 1).bit_length()                       # the next power of two
+        if (rows, blocks) not in self.graphs:
+            static = self.padding(rows, blocks)
+            self.graphs[rows, blocks] = static, self.record(lambda: self.logits[:rows].copy_(self.forward(static)))
+        static, replay = self.graphs[rows, blocks]
         for name in ("token_ids", "positions", "slot_mapping", "seq_lens"):
             getattr(static, name)[:S] = getattr(batch, name)
         static.slot_mapping[S:], static.seq_lens[S:] = -1, 0
         static.block_tables[:S, :B] = batch.block_tables         # what older batches left in the rest is never read
-        replay()
-        return logits[:S]
+        replay()         # query_start_loc is 0 … rows and logits_indices 0 … rows-1 in all that fit: one row a sequence
+        return self.logits[:S]
 
-    def padding(self, n, blocks):
-        """A batch of n rows that are all padding."""
-        zeros = lambda *shape, dtype=torch.int64: torch.zeros(*shape, dtype=dtype, device=self.device)
-        return ForwardBatch(token_ids=zeros(n), positions=zeros(n), slot_mapping=zeros(n) - 1,
-                            query_start_loc=torch.arange(n + 1, dtype=torch.int32, device=self.device),
-                            seq_lens=zeros(n, dtype=torch.int32), block_tables=zeros(n, blocks, dtype=torch.int32),
-                            logits_indices=torch.arange(n, device=self.device))
+    def padding(self, rows, blocks):
+        """A batch of rows that are all padding."""
+        zeros = lambda *shape, dtype=torch.int64: torch.zeros(*shape, dtype=dtype, device=self.logits.device)
+        upwards = lambda n, dtype: torch.arange(n, dtype=dtype, device=self.logits.device)
+        return ForwardBatch(token_ids=zeros(rows), positions=zeros(rows), slot_mapping=zeros(rows) - 1,
+                            query_start_loc=upwards(rows + 1, torch.int32), seq_lens=zeros(rows, dtype=torch.int32),
+                            block_tables=zeros(rows, blocks, dtype=torch.int32),
+                            logits_indices=upwards(rows, torch.int64))
 
 
 def cuda_graph_recorder():
-    """A function for DecodeGraphs' `record`. All graphs take turns in one pool of memory: no two run at a time, and of
-    a finished one nothing is needed but its result, which is kept out of the pool as long as somebody holds it."""
+    """DecodeGraphs' `record` on a GPU. All graphs take turns in one pool of memory, since no two run at a time."""
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def record(function):
@@ -167,8 +170,8 @@ def cuda_graph_recorder():
             function()                           # the first time compiles kernels and sets up libraries: not recorded
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool, stream):
-            result = function()
-        return graph.replay, result
+            function()
+        return graph.replay
     return record
 
 
@@ -351,14 +354,16 @@ class ProcessGroupComm:
 
     def all_reduce(self, x):
         self.num_collectives += 1
-        self.group.allreduce([x]).wait()
+        if x.numel():                            # a step that ends no prompt leaves no rank a row
+            self.group.allreduce([x]).wait()
         return x
 
     def gather(self, x):
         """As SharedMemoryComm's, but every rank gets the result: NCCL has no gather, and an all-gather is as fast."""
         self.num_collectives += 1
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self.group.allgather([parts], [x]).wait()
+        if x.numel():
+            self.group.allgather([parts], [x]).wait()
         return torch.cat(parts, dim=-1)                              # [S', size * n]
 
 

@@ -15,6 +15,7 @@ vLLM gets what its CPU guide recommends: tcmalloc and Intel's OpenMP preloaded w
 """
 import argparse
 import glob
+import itertools
 import json
 import os
 import platform
@@ -27,13 +28,19 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-VOCABULARY = range(100, 32000)                  # every Llama-like vocabulary has these, and none of them is special
+WORKLOADS = "a1", "a", "c", "b", "b8"
 
 
-def workloads():
+def ids_of(model):
+    """Token ids to draw prompts from: without the special ones at the ends of a vocabulary."""
+    size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    return range(100, min(32000, size - 300))
+
+
+def workloads(model):
     """{name: [(prompt ids, tokens out)]}, the same in every process."""
-    rng = random.Random(2024)
-    prompt = lambda n: [rng.choice(VOCABULARY) for _ in range(n)]
+    rng, ids = random.Random(2024), ids_of(model)
+    prompt = lambda n: [rng.choice(ids) for _ in range(n)]
     short = prompt(128)
     of = {"a1": [(short, 1)], "a": [(short, 128)], "c": [(prompt(2048), 1)],
           "b": [(prompt(rng.randint(32, 512)), rng.randint(16, 256)) for _ in range(32)]}
@@ -92,7 +99,7 @@ SYSTEMS = {"nano-serve": nano_serve, "transformers": transformers, "vllm": vllm}
 
 
 def serve(args):
-    replies, todo = os.fdopen(os.dup(1), "w", buffering=1), workloads()
+    replies, todo = os.fdopen(os.dup(1), "w", buffering=1), workloads(args.model)
     os.dup2(2, 1)                               # whatever a library prints must not get between the replies
     run = SYSTEMS[args.serve](args)
     run([(p[:40], 8) for p, _ in todo["b"][:3]])
@@ -115,7 +122,7 @@ def busy_seconds():
 
 
 def own_seconds():
-    """CPU seconds of this process and all that descend from it (vLLM computes in a child)."""
+    """CPU seconds of this process and all that descend from it."""
     parents, seconds = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -201,7 +208,8 @@ def report(results):
 
 # -- where the time goes ----------------------------------------------------------------------------------------------
 
-def best_of(call, n):
+def lower_quartile(call, n):
+    """Seconds of a call: of n, the one that a quarter of them undercut."""
     call()
     times = []
     for _ in range(n):
@@ -215,6 +223,7 @@ def linears(args):
     """All matrix products of one step of SmolLM2-135M's shapes, in ms: weights as stored, transposed, packed."""
     import torch
     import torch.nn.functional as F
+    from model import PACKED_FOR_ROWS
     torch.set_num_threads(args.threads)
     shapes = [(960, 576, 30), (576, 576, 30), (3072, 576, 30), (576, 1536, 30), (49152, 576, 1)]     # out, in, layers
     print(f"{'dtype':10}{'rows':>6}{'as stored':>12}{'transposed':>12}{'packed':>12}   ms for the products of a step")
@@ -226,14 +235,14 @@ def linears(args):
                     continue                     # the head sees one row a sequence
                 copies = 1 if n_out > 9999 else 12          # more than the caches hold, as in a model
                 plain = [torch.randn(n_out, n_in, dtype=dtype) for _ in range(copies)]
-                turned = [w.t().contiguous() for w in plain]
-                packed = [torch.ops.mkldnn._reorder_linear_weight(w, 32) for w in plain]
-                x, turn = torch.randn(rows, n_in, dtype=dtype), iter(range(10 ** 9))
-                product = torch.ops.mkldnn._linear_pointwise
-                for i, call in enumerate((
-                        lambda: F.linear(x, plain[next(turn) % copies]), lambda: x @ turned[next(turn) % copies],
-                        lambda: product(x, packed[next(turn) % copies], None, "none", [], ""))):
-                    total[i] += best_of(call, 4 if rows > 100 else 24) * layers * 1000
+                x = torch.randn(rows, n_in, dtype=dtype)
+                packed = [torch.ops.mkldnn._reorder_linear_weight(w, PACKED_FOR_ROWS) for w in plain]
+                packed_product = lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+                ways = (F.linear, plain), (torch.matmul, [w.t().contiguous() for w in plain]), (packed_product, packed)
+                for i, (product, weights) in enumerate(ways):
+                    weights = itertools.cycle(weights)
+                    seconds = lower_quartile(lambda: product(x, next(weights)), 4 if rows > 100 else 24)
+                    total[i] += seconds * layers * 1000
             print(f"{str(dtype)[6:]:10}{rows:6}" + "".join(f"{t:12.1f}" for t in total))
 
 
@@ -244,7 +253,7 @@ def budget(args):
     from torch.profiler import ProfilerActivity, profile
     from nano_serve import LLM, SamplingParams
     read = torch.randn(1 << 26)
-    read_rate = read.nbytes / best_of(lambda: read.sum(), 8)
+    read_rate = read.nbytes / lower_quartile(lambda: read.sum(), 8)
     for dtype in args.dtypes:
         llm = LLM(args.model, dtype=dtype, threads=args.threads, max_num_batched_tokens=4096,
                   enable_prefix_caching=False)
@@ -262,7 +271,7 @@ def budget(args):
             w.packed.nbytes for w in model.modules() if getattr(w, "packed", None) is not None and w.weight is None)
         for batch in (1, 32):
             for i in range(batch):
-                engine.add_request(f"{batch}-{i}", [rng.choice(VOCABULARY) for _ in range(128)],
+                engine.add_request(f"{batch}-{i}", [rng.choice(ids_of(args.model)) for _ in range(128)],
                                    SamplingParams(temperature=0, max_tokens=99, ignore_eos=True))
             for _ in range(4):
                 engine.step()
@@ -271,7 +280,7 @@ def budget(args):
                 start = time.perf_counter()
                 engine.step()
                 outside.append(time.perf_counter() - start - inside[-1])
-            outside, step = statistics.median(outside), min(best_of(engine.step, 8) for _ in range(2))
+            outside, step = statistics.median(outside), min(lower_quartile(engine.step, 8) for _ in range(2))
             with profile(activities=[ProfilerActivity.CPU]) as p:
                 for _ in range(8):
                     engine.step()
@@ -293,7 +302,7 @@ def main():
     parser.add_argument("--model", help="a Hugging Face checkpoint folder, such as SmolLM2-135M-Instruct")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM installed")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--workloads", nargs="+", default=["a1", "a", "c", "b"], choices=sorted(workloads()))
+    parser.add_argument("--workloads", nargs="+", default=["a1", "a", "c", "b"], choices=WORKLOADS)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--budget", action="store_true")

@@ -58,10 +58,11 @@ def test_operators_of_a_layer():
     """Four products, one gather, one product and one weighted sum for attention, two writes a layer; everything together
     stays below a bound. A request alone: two gathers and one fused call."""
     count, layers = decode_step(8)
-    products = sum(n for name, n in count.ops.items() if name in ("_linear_pointwise", "mm", "addmm"))
+    products = sum(n for name, n in count.ops.items() if name in ("_linear_pointwise", "linear"))
     assert products == 4 * layers + 1                                                         # and the head
     assert count.ops["bmm"] == count.ops["embedding_bag"] == layers
-    assert count.ops["index_select"] == layers + 1 and count.ops["index_copy_"] == 2 * layers
+    assert count.ops["index_copy_"] == 2 * layers
+    assert count.ops["index_select"] == layers + 1                                            # + 1: build_batch's repeat_interleave
     assert sum(count.ops.values()) <= 48 * layers + 66, count.ops
     alone, _ = decode_step(1)
     assert alone.ops["scaled_dot_product_attention"] == layers and "bmm" not in alone.ops
@@ -71,15 +72,15 @@ def test_operators_of_a_layer():
 def test_no_tensor_of_the_size_of_the_weights_or_the_pool_is_made():
     """A step makes activations only: a few KiB a token and layer, no copy of a matrix, none of the pool."""
     count, layers = decode_step(8)
-    keys = 2 * 8 * 24 * 8 * 16 * 4                             # K and V gathered: 8 requests of up to 24 tokens, once a step
-    assert sum(count.bytes.values()) < 8 * 64 * 1024 * layers + 2 * layers * keys, sorted(count.bytes.items(), key=lambda i: -i[1])[:4]
+    keys = 8 * 24 * 8 * 16 * 4                                 # K gathered: 8 requests of up to 24 tokens, once a step, not a layer
+    assert sum(count.bytes.values()) < 8 * 64 * 1024 * layers + keys, sorted(count.bytes.items(), key=lambda i: -i[1])[:4]
 
 
 def test_nothing_waits_for_a_value_of_the_device_but_for_the_tokens():
-    """Each `.item()` or comparison in Python would make a GPU wait. On the twins' path a layer has one (is any slot padding?), and
-    sampling fetches its result."""
+    """Each `.item()` makes a GPU wait. On the twins' path a layer has one (is any slot padding?). A `.tolist()` isn't seen here:
+    gather_plan has two a step, sampling the others."""
     count, layers = decode_step(8)
-    assert count.ops.get("_local_scalar_dense", 0) <= layers + 2, count.ops
+    assert count.ops.get("item", 0) + count.ops.get("_local_scalar_dense", 0) == layers, count.ops
 
 
 @pytest.mark.parametrize("waiting", [10, 1000])

@@ -55,7 +55,7 @@ def test_attention_twin_in_pieces():
     for waste, slack, rows in ((0.25, 1500, 1024), (0.3, 0, 4), (0, 0, 1), (0, 9, 18)):
         where = b.query_start_loc, b.seq_lens, b.block_tables
         plan = kernels.gather_plan(*where, b.k_cache, 4, waste=waste, slack=slack, tile_rows=rows)
-        pieces.add(tuple(piece.n for piece in plan))
+        pieces.add(tuple(gather.n for gather in plan))
         got = kernels.paged_attention(b.q, b.k_cache, b.v_cache, *where, b.scale, plan)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert len(pieces) == 3, "these numbers cut the decodes in three ways"
@@ -238,4 +238,5 @@ def to_gpu(b):
     qkv = torch.cat((b.q, b.k, b.v), dim=1).cuda()
     copy = type(b)(**{name: x.cuda().clone() if isinstance(x, torch.Tensor) else x for name, x in vars(b).items()})
     copy.q, copy.k, copy.v = qkv.split((b.q.shape[1], b.k.shape[1], b.v.shape[1]), dim=1)
+    copy.qk = qkv[:, :-b.v.shape[1]]
     return copy

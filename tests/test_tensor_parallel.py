@@ -295,9 +295,10 @@ def test_collectives_of_a_step():
         engine.close()
 
 
-def test_a_step_without_logits():
+@pytest.mark.parametrize("collectives", ["shm", "gloo"])
+def test_a_step_without_logits(collectives):
     """A batch of unfinished chunks only: nothing to gather, nothing left out of step."""
-    executor = executor_of(toy(), 2)
+    executor = executor_of(toy(), 2, collectives=collectives)
     try:
         batch = batch_of((PREFIX, 0))
         batch.logits_indices = batch.logits_indices[:0]
