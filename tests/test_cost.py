@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import model
 from nano_serve import EMBEDDED_MODEL, LLM, SamplingParams
 
 VIEWS = {"view", "as_strided", "slice", "select", "expand", "permute", "transpose", "t", "unsqueeze", "split", "split_with_sizes",
@@ -67,6 +68,20 @@ def test_operators_of_a_layer():
     alone, _ = decode_step(1)
     assert alone.ops["scaled_dot_product_attention"] == layers and "bmm" not in alone.ops
     assert sum(alone.ops.values()) < sum(count.ops.values())
+
+
+def test_the_last_layer_computes_only_rows_that_make_logits(monkeypatch):
+    """Of a prompt of 40 tokens in two chunks the first chunk makes no logits and the second one row of them. Up to its
+    attention the last layer needs all rows (it writes their K and V), from there on those alone."""
+    rows, linear = [], model.linear
+    monkeypatch.setattr(model, "linear", lambda proj, x, **more: rows.append(len(x)) or linear(proj, x, **more))
+    with LLM(EMBEDDED_MODEL, max_num_batched_tokens=32) as llm:
+        llm.engine.add_request("0", list(range(100, 140)), SamplingParams(temperature=0, max_tokens=2))
+        layers = llm.engine.config.num_hidden_layers
+        for chunk, logits in ((32, 0), (8, 1)):
+            rows.clear()
+            llm.engine.step()
+            assert rows == [chunk] * (4 * layers - 3) + [logits] * 4
 
 
 def test_no_tensor_of_the_size_of_the_weights_or_the_pool_is_made():

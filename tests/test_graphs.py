@@ -8,7 +8,7 @@ import torch
 
 from model import ForwardBatch
 from nano_serve import EMBEDDED_MODEL, LLM, SamplingParams
-from toys import greedy, ids_of, make_engine, prompts_of, run, toy
+from toys import greedy, ids_of, make_engine, poison_unused, prompts_of, run, toy
 from worker import CAPTURE_SIZES, DecodeGraphs
 
 
@@ -51,20 +51,22 @@ def test_replayed_steps_give_the_same_ids(options):
 
 
 def test_padding_writes_nothing_and_reads_nothing():
-    """Three decodes in the graph for four rows: every slot that is not theirs keeps its bits, the null block's as well; and
-    the fourth row's logits are finite, so it read none of the NaN around it."""
+    """Three decodes in the graph for four rows, after a step of four: every slot that is not theirs keeps its bits, the null
+    block's as well; and the fourth row's logits are finite, so it read none of the NaN around it."""
     engine = with_graphs(make_engine(toy()))
-    for i in range(3):
-        engine.add_request(str(i), [5 + i] * 9, greedy(8))
+    for i, n in enumerate((8, 8, 8, 2)):                     # the fourth ends in the second step and leaves its row behind
+        engine.add_request(str(i), [5 + i] * 9, greedy(n))
     engine.step()
+    engine.step()
+    poison_unused(engine)
     bits = lambda: torch.stack((engine.executor.kv_cache.k, engine.executor.kv_cache.v)).view(torch.int32).clone()
     before = bits()
     engine.step()
     changed = (before != bits()).any(-1).any(-1).any(0).any(0)               # [N, bs]
     tables = [engine.scheduler.kv_cache_manager.get_block_ids(str(i)) for i in range(3)]
-    want = {(table[9 // 4], 9 % 4) for table in tables}                      # position 9, block size 4
+    want = {(table[10 // 4], 10 % 4) for table in tables}                    # position 10, block size 4
     graphs = engine.executor.graphs
-    assert graphs.runs[-1] == 3 and [rows for rows, _ in graphs.graphs] == [4]
+    assert graphs.runs == [None, 4, 3] and [rows for rows, _ in graphs.graphs] == [4]
     assert {tuple(i) for i in changed.nonzero().tolist()} == want
     assert graphs.logits[3].isfinite().all() and graphs.logits[4].isnan().all()
 

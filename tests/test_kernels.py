@@ -61,6 +61,19 @@ def test_attention_twin_in_pieces():
     assert len(pieces) == 3, "these numbers cut the decodes in three ways"
 
 
+def test_decodes_are_gathered_within_bounds(monkeypatch):
+    """However many decodes there are, the keys gathered at once stay below GATHER_BYTES, or are those of one sequence."""
+    b = example_batch([9] * 40 + [2000, 3], [1] * 42, H=2, Hkv=1, d=16, block_size=4)
+    want = attention_the_slow_way(b).float()
+    for bound in (64 << 20, 10_000, 1):
+        monkeypatch.setattr(kernels, "GATHER_BYTES", bound)
+        plan = kernels.gather_plan(b.query_start_loc, b.seq_lens, b.block_tables, b.k_cache, 2)
+        assert sum(gather.n for gather in plan) == 42
+        assert all(gather.k.nbytes <= bound or gather.n == 1 for gather in plan)
+        torch.testing.assert_close(attend(kernels.TORCH, b), want, rtol=1e-5, atol=1e-5)
+    assert len(plan) == 42
+
+
 def test_row_twins():
     x, r, w = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0)).double()[..., :].unbind()
     out, residual = kernels.rms_norm(x.float(), w[0].float(), 1e-5, r.float())
