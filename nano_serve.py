@@ -156,7 +156,7 @@ class LLMEngine:
         self.config.check_tensor_parallel(args.tensor_parallel_size)
         device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         dtype = auto_dtype(self.config, device) if args.dtype == "auto" else DTYPES[args.dtype]
-        self.device, self._seeds = torch.device(device), random.Random(args.seed)
+        self.device, self.dtype, self._seeds = torch.device(device), dtype, random.Random(args.seed)
         # All that can be refused is refused before the weights are read.
         block_bytes = KVCache.bytes_per_block(self.config.num_hidden_layers, args.block_size, max(
             self.config.num_key_value_heads // args.tensor_parallel_size, 1), self.config.head_dim, dtype)
@@ -515,8 +515,8 @@ class LLM:
     def shard_report(self):
         """What each rank holds, by kind of weight; see command_line.shard_report."""
         from command_line import shard_report
-        model = self.engine.executor.model
-        return shard_report(model.config, model.tp_size, model.norm.weight.dtype)
+        engine = self.engine
+        return shard_report(engine.config, engine.args.tensor_parallel_size, engine.dtype)
 
     def close(self):
         self.engine.close()

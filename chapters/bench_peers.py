@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -101,18 +102,23 @@ SYSTEMS = {"nano-serve": nano_serve, "transformers": transformers, "vllm": vllm}
 def serve(args):
     replies, todo = os.fdopen(os.dup(1), "w", buffering=1), workloads(args.model)
     os.dup2(2, 1)                               # whatever a library prints must not get between the replies
-    run = SYSTEMS[args.serve](args)
-    run([(p[:40], 8) for p, _ in todo["b"][:3]])
-    print(json.dumps({"ready": args.serve, "python": platform.python_version()}), file=replies)
-    for name in map(str.strip, sys.stdin):
-        busy, own, start = busy_seconds(), own_seconds(), time.perf_counter()
-        tokens = run(todo[name])
-        seconds = time.perf_counter() - start
-        other = (busy_seconds() - busy - (own_seconds() - own)) / seconds
-        assert [len(t) for t in tokens] == [n for _, n in todo[name]], "a system gave another number of tokens"
-        print(json.dumps({"seconds": seconds, "other": other, "tokens": tokens}), file=replies)
-    replies.flush()
-    os._exit(0)
+    try:
+        run = SYSTEMS[args.serve](args)
+        run([(p[:40], 8) for p, _ in todo["b"][:3]])
+        print(json.dumps({"ready": args.serve, "python": platform.python_version()}), file=replies)
+        for name in map(str.strip, sys.stdin):
+            busy, own, start = busy_seconds(), own_seconds(), time.perf_counter()
+            tokens = run(todo[name])
+            seconds = time.perf_counter() - start
+            other = (busy_seconds() - busy - (own_seconds() - own)) / seconds
+            assert [len(t) for t in tokens] == [n for _, n in todo[name]], "a system gave another number of tokens"
+            print(json.dumps({"seconds": seconds, "other": other, "tokens": tokens}), file=replies)
+    except BrokenPipeError:                     # the driver has ended
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)                             # a library's threads would keep the process alive
 
 
 def busy_seconds():
@@ -148,20 +154,20 @@ def compare(args):
     results = {}
     for dtype in args.dtypes:
         processes = {}
-        for kind in kinds:
-            python, env = sys.executable, os.environ
-            if kind == "vllm":
-                preload = (glob.glob("/usr/lib/*/libtcmalloc_minimal.so.4")
-                           + glob.glob(str(Path(args.vllm).parent.parent / "lib" / "libiomp5.so")))
-                python, env = args.vllm, {**os.environ, "LD_PRELOAD": ":".join(preload)}
-                print(f"vLLM with {', '.join(Path(p).name for p in preload) or 'nothing'} preloaded")
-            processes[kind] = subprocess.Popen(
-                [python, __file__, "--serve", kind, "--model", args.model, "--dtype", dtype,
-                 "--threads", str(args.threads)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL if not args.verbose else None, text=True, start_new_session=True)
-            if not processes[kind].stdout.readline():
-                raise SystemExit(f"{kind} did not start; --verbose shows why")
         try:
+            for kind in kinds:
+                python, env = sys.executable, os.environ
+                if kind == "vllm":
+                    preload = (glob.glob("/usr/lib/*/libtcmalloc_minimal.so.4")
+                               + glob.glob(str(Path(args.vllm).parent.parent / "lib" / "libiomp5.so")))
+                    python, env = args.vllm, {**os.environ, "LD_PRELOAD": ":".join(preload)}
+                    print(f"vLLM with {', '.join(Path(p).name for p in preload) or 'nothing'} preloaded")
+                processes[kind] = subprocess.Popen(
+                    [python, __file__, "--serve", kind, "--model", args.model, "--dtype", dtype,
+                     "--threads", str(args.threads)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL if not args.verbose else None, text=True, start_new_session=True)
+                if not processes[kind].stdout.readline():
+                    raise SystemExit(f"{kind} did not start; --verbose shows why")
             for name in [w for w in args.workloads for _ in range(args.turns)]:
                 for kind, process in processes.items():
                     for _ in range(2):
@@ -202,6 +208,8 @@ def report(results):
     for peer in sorted({kind for kind, _ in figures} - {"nano-serve"}):
         best = lambda kind, key: min(row[key] for (k, _), row in figures.items() if k == kind)
         keys = figures["nano-serve", next(iter(results))[1]]
+        if not keys:
+            continue
         ratios = [f"{key}: {best(peer, key) / best('nano-serve', key):.2f}x" for key in keys]
         print(f"{peer}'s time / nano-serve's, best dtype against best dtype:  " + "   ".join(ratios))
 
@@ -311,8 +319,18 @@ def main():
     parser.add_argument("--serve", choices=sorted(SYSTEMS), help=argparse.SUPPRESS)
     parser.add_argument("--dtype", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not (args.model or args.linears):
-        parser.error("--model is needed")
+    if not args.linears:
+        config = Path(args.model or "", "config.json")
+        if not args.model or not config.is_file():
+            parser.error("--model must be a checkpoint folder, with a config.json")
+        longest = {name: max(len(p) + n for p, n in requests) for name, requests in workloads(args.model).items()}
+        limit = json.loads(config.read_text()).get("max_position_embeddings") or 2048
+        if too_long := [name for name in args.workloads if longest[name] > limit]:
+            parser.error(f"this model takes {limit} tokens; leave out workload {', '.join(too_long)} (--workloads)")
+    if args.vllm and not os.access(args.vllm, os.X_OK):
+        parser.error(f"--vllm {args.vllm} is no program")
+    if args.turns < 1 or args.threads < 1:
+        parser.error("--turns and --threads are at least 1")
     if args.serve:
         serve(args)
     elif args.linears:
