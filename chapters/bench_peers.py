@@ -165,7 +165,7 @@ def compare(args):
                 processes[kind] = subprocess.Popen(
                     [python, __file__, "--serve", kind, "--model", args.model, "--dtype", dtype,
                      "--threads", str(args.threads)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL if not args.verbose else None, text=True, start_new_session=True)
+                    stderr=subprocess.DEVNULL if not args.verbose else None, text=True, preexec_fn=os.setpgrp)
                 if not processes[kind].stdout.readline():
                     raise SystemExit(f"{kind} did not start; --verbose shows why")
             for name in [w for w in args.workloads for _ in range(args.turns)]:
