@@ -407,8 +407,9 @@ def shared_memory_limit(device):
 
 @jit
 def _find_sequence(query_start_loc, tile, S, BLOCK_Q: tl.constexpr):
-    """The sequence that owns `tile`, by bisection. Sequence s begins at tile query_start_loc[s] // BLOCK_Q + s, which
-    is never too early, so T // BLOCK_Q + S tiles are enough: a grid made without asking the GPU for chunk lengths.
+    """The sequence that owns `tile`, by bisection. Sequence s begins at tile query_start_loc[s] // BLOCK_Q + s: the + s
+    leaves each earlier one a tile to round up with, so no two overlap, and T // BLOCK_Q + S tiles are enough: a grid
+    made without asking the GPU for chunk lengths.
     Example: BLOCK_Q 4, chunks of 6 and 1 tokens, query_start_loc 0 6 7: s = 0 owns tiles 0 and 1, s = 1 tile 2."""
     low, high = 0, S
     while high - low > 1:
