@@ -110,10 +110,11 @@ CAPTURE_SIZES = 1, 2, 4, *range(8, 257, 8)       # vLLM: config/vllm.py:1778 Vll
 class DecodeGraphs:
     """Steps in which everybody decodes, recorded and replayed.
 
-    Such a step launches about nine kernels a layer, each of which takes a GPU a few microseconds for a small batch, and
-    the CPU as many to launch. But for one batch size it is always the same list of kernels over the same shapes. A CUDA
-    graph is that list, recorded once; a replay starts all of it with one call. It has addresses in it, not tensors: the
-    inputs are copied to where they were at the recording, and the logits come out where they came out then.
+    Such a step launches about ten kernels a layer, and where a small batch keeps the GPU busy for less time than the
+    CPU needs to launch them, the GPU waits for the CPU. But for one batch size it is always the same list of kernels
+    over the same shapes. A CUDA graph is that list, recorded once; a replay starts all of it with one call. It has
+    addresses in it, not tensors: the inputs are copied to where they were at the recording, and the logits come out
+    where they came out then.
 
     A graph serves one batch size and one width of the block tables. A batch takes the next larger of both: the rows to
     spare are padding, of length 0 and slot -1, so they read no key and write none, whatever their block table still
@@ -124,8 +125,8 @@ class DecodeGraphs:
     """
 
     def __init__(self, forward, logits, record):
-        """forward: a ForwardBatch → logits [S', V]; logits [largest size, V]: where all graphs leave theirs, for of each
-        its own they would be gigabytes; record: takes a function without arguments, returns what replays it."""
+        """forward: a ForwardBatch → logits [S', V]; logits [largest size, V]: where all graphs leave theirs, since one
+        for each would add up to gigabytes; record: takes a function without arguments, returns what replays it."""
         self.forward, self.logits, self.record = forward, logits, record
         self.graphs = {}                         # (batch size, blocks) → (the batch that it reads, replay)
 
@@ -354,16 +355,14 @@ class ProcessGroupComm:
 
     def all_reduce(self, x):
         self.num_collectives += 1
-        if x.numel():                            # a step that ends no prompt leaves no rank a row
-            self.group.allreduce([x]).wait()
+        self.group.allreduce([x]).wait()
         return x
 
     def gather(self, x):
         """As SharedMemoryComm's, but every rank gets the result: NCCL has no gather, and an all-gather is as fast."""
         self.num_collectives += 1
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        if x.numel():
-            self.group.allgather([parts], [x]).wait()
+        self.group.allgather([parts], [x]).wait()
         return torch.cat(parts, dim=-1)                              # [S', size * n]
 
 

@@ -143,7 +143,7 @@ def cases(device, dtype, shapes=(LLAMA_8B, LLAMA_70B_TP8), batches=BATCHES, cont
             yield ("norm", f"{m['name']} rms_norm, {T} rows of {D}", 4 * T * D * size, 0,
                    lambda: ops.rms_norm(x, w, 1e-5, r)[0], lambda: F.rms_norm(x + r, (D,), w, 1e-5))
             b = example_batch([T], [T], H, Hkv, d, dtype=dtype, device=device)
-            yield ("KV write", f"{m['name']} rope_and_write_kv, {T} tokens", T * d * (2 * size * (H + 2 * Hkv) + 4), 0,
+            yield ("KV write", f"{m['name']} rope_and_write_kv, {T} tokens", T * d * size * (2 * (H + 2 * Hkv) + 1), 0,
                    lambda: rope_and_write(ops, b), None)
             g = torch.randn(T, 2 * I, dtype=dtype, device=device)
             yield ("SwiGLU", f"{m['name']} silu_and_mul, {T} rows of 2 x {I}", 3 * T * I * size, 0,
