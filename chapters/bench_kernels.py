@@ -33,8 +33,8 @@ def example_batch(seq_lens, q_lens, H=8, Hkv=2, d=64, block_size=16, dtype=torch
                   fill=torch.nan):
     """S sequences of seq_lens[s] tokens, the last q_lens[s] of them in this step  →  a namespace of what the operations
     take: q, k, qk (both), v, which are slices of one QKV product, cos, sin, k_cache, v_cache, slot_mapping,
-    query_start_loc, seq_lens, block_tables, scale. Blocks come from a shuffled pool. A slot that no sequence owns holds `fill`: NaN, so that a
-    result shows if one was read. A sequence of length 0 is padding: its slots are -1.
+    query_start_loc, seq_lens, block_tables, scale. Blocks come from a shuffled pool. A slot that no sequence owns holds
+    `fill`: NaN, so that a result shows if one was read. A sequence of length 0 is padding: its slots are -1.
     """
     random = torch.Generator(device).manual_seed(seed)
     n_blocks = [-(-n // block_size) for n in seq_lens]
