@@ -66,6 +66,7 @@ class EngineArgs:
     seed: int = option(0, "where requests without a seed of their own get theirs from")
     attention_backend: str = option("auto", "auto, torch or triton")
     enforce_eager: bool = option(False, "on a GPU: launch each kernel of each step, record no CUDA graphs of decodes")
+    compile: bool = option(False, "on a CPU: compile the step of a lone decode to C++ (half a minute, once; then seconds)")
     check_invariants: bool = option(False, "check the scheduler's and the pool's accounts after every step (slow)")
 
 
@@ -155,6 +156,9 @@ class LLMEngine:
         _check_options(args)
         self.config.check_tensor_parallel(args.tensor_parallel_size)
         device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        if args.compile and (device != "cpu" or args.tensor_parallel_size > 1):
+            raise ValueError(f"--compile is for one process on a CPU, not for --device {device} with "
+                             f"--tensor-parallel-size {args.tensor_parallel_size}")
         dtype = auto_dtype(self.config, device) if args.dtype == "auto" else DTYPES[args.dtype]
         self.device, self.dtype, self._seeds = torch.device(device), dtype, random.Random(args.seed)
         # All that can be refused is refused before the weights are read.
@@ -172,7 +176,7 @@ class LLMEngine:
         if device == "cpu" and (args.threads or small):
             torch.set_num_threads(args.threads or 1)
         self.executor = make_executor(folder, dtype, device, args.attention_backend, args.tensor_parallel_size,
-                                      args.enforce_eager)
+                                      args.enforce_eager, args.compile)
         if num_blocks is None:       # on a GPU: what the weights leave of the share that was asked for
             free, total = torch.cuda.mem_get_info()
             num_blocks = int(args.gpu_memory_utilization * total - (total - free)) // block_bytes

@@ -6,9 +6,8 @@ Mirrors   vLLM: v1/executor/multiproc_executor.py:103 MultiprocExecutor, v1/work
 Promises  one `execute(batch) -> logits` whatever the tensor-parallel size. A rank that dies or raises ends the run
           in seconds with a WorkerError that names it; no process outlives its driver.
 Leaves out more than one host; pipeline and expert parallelism; a time limit for a rank that neither dies nor answers.
-Order     1 Worker: one rank.  2 DecodeGraphs: its steps recorded, on a GPU.  3 SharedMemoryComm: what an all-reduce is.
-          4 ProcessGroupComm: the same by NCCL or gloo.  5 worker_main: the life of ranks 1 … N-1.
-          6 TensorParallelExecutor: rank 0, in the driver's process.
+Order     1 Worker: one rank.  2 SharedMemoryComm: what an all-reduce is.  3 ProcessGroupComm: the same by NCCL or gloo.
+          4 worker_main: the life of ranks 1 … N-1.  5 TensorParallelExecutor: rank 0, in the driver's process.
 
 Collectives (集合通信) are calls that every rank makes, in the same order, each with its own part of the data. A step makes
 2 a layer, 1 for the embedding and 1 for the logits; one more message, the batch itself, goes from rank 0 to the others.
@@ -32,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from compilation import CAPTURE_SIZES, CompiledDecode, DecodeGraphs, cuda_graph_recorder
 from kv_cache import KVCache
 from model import ForwardBatch, LlamaConfig, load_model
 
@@ -49,12 +49,13 @@ class Worker:
     """
 
     def __init__(self, folder, dtype, device="cpu", attention_backend="auto", rank=0, size=1, comm=None,
-                 cuda_graphs=False):
-        self.device, self.cuda_graphs = device, cuda_graphs
+                 cuda_graphs=False, compiled=False):
+        self.device, self.cuda_graphs, self.kv_cache = device, cuda_graphs, None
         self.model = load_model(folder, dtype, device, rank, size, comm, attention_backend)
+        # What runs steps of decodes as one program, or None: CompiledDecode, or from init_kv_cache on DecodeGraphs.
+        self.decoder = CompiledDecode(self.model) if compiled else None      # it reads the weights before they are packed
         if torch.device(device).type == "cpu":
             self.model.pack_weights()
-        self.kv_cache = self.graphs = None
 
     def init_kv_cache(self, num_blocks, block_size):
         """num_blocks counts the null block; the dtype is the weights'."""
@@ -63,19 +64,21 @@ class Worker:
                                 m.norm.weight.dtype, self.device)
         if self.cuda_graphs and m.ops.name == "triton":      # the twins ask the device for lengths: nothing to record
             logits = torch.empty(CAPTURE_SIZES[-1], m.config.vocab_size, dtype=m.norm.weight.dtype, device=self.device)
-            self.graphs = DecodeGraphs(lambda batch: m(batch, self.kv_cache), logits, cuda_graph_recorder())
+            self.decoder = DecodeGraphs(lambda batch: m(batch, self.kv_cache), logits, cuda_graph_recorder())
+        elif self.decoder is not None:
+            self.decoder.compile(self.kv_cache)
 
     @torch.inference_mode()
     def execute(self, batch):
         """batch: a ForwardBatch on this worker's device  →  logits [S', V], to be used before the next step; on ranks
         other than 0 unspecified."""
         with interrupts_wait():
-            if self.graphs is not None and self.graphs.fit(batch):
-                return self.graphs.run(batch)
+            if self.decoder is not None and self.decoder.fit(batch):
+                return self.decoder.run(batch)
             return self.model(batch, self.kv_cache)
 
     def close(self):
-        self.model = self.kv_cache = self.graphs = None
+        self.model = self.kv_cache = self.decoder = None
 
 
 @contextmanager
@@ -102,81 +105,7 @@ def interrupts_wait():
         raise KeyboardInterrupt
 
 
-# -- 2. A step as a CUDA graph ----------------------------------------------------------------------------------------
-
-CAPTURE_SIZES = 1, 2, 4, *range(8, 257, 8)       # vLLM: config/vllm.py:1778 VllmConfig._set_cudagraph_sizes
-
-
-class DecodeGraphs:
-    """Steps in which everybody decodes, recorded and replayed.
-
-    Such a step launches about ten kernels a layer, and where a small batch keeps the GPU busy for less time than the
-    CPU needs to launch them, the GPU waits for the CPU. But for one batch size it is always the same list of kernels
-    over the same shapes. A CUDA graph is that list, recorded once; a replay starts all of it with one call. It has
-    addresses in it, not tensors: the inputs are copied to where they were at the recording, and the logits come out
-    where they came out then.
-
-    A graph serves one batch size and one width of the block tables. A batch takes the next larger of both: the rows to
-    spare are padding, of length 0 and slot -1, so they read no key and write none, whatever their block table still
-    holds. Example: 3 decodes with tables 5 blocks wide run in the graph for 4 rows and 8 blocks, recorded when it is
-    first asked for.
-    vLLM: v1/worker/gpu/cudagraph_utils.py:108 CudaGraphManager, which records all sizes at the start, and whose other
-    modes also cover mixed batches, all but their attention. Left out, too: graphs of tensor-parallel ranks.
-    """
-
-    def __init__(self, forward, logits, record):
-        """forward: a ForwardBatch → logits [S', V]; logits [largest size, V]: where all graphs leave theirs, since one
-        for each would add up to gigabytes; record: takes a function without arguments, returns what replays it."""
-        self.forward, self.logits, self.record = forward, logits, record
-        self.graphs = {}                         # (batch size, blocks) → (the batch that it reads, replay)
-
-    @staticmethod
-    def fit(batch):
-        """Is this batch made of decodes alone, with a logit for each, and no larger than the largest graph?"""
-        return len(batch.token_ids) == len(batch.seq_lens) == len(batch.logits_indices) <= CAPTURE_SIZES[-1]
-
-    def run(self, batch):
-        """A batch that fits  →  logits [S, V], overwritten by the next run."""
-        S, B = batch.block_tables.shape
-        rows = min(n for n in CAPTURE_SIZES if n >= S)
-        blocks = 1 << (B - 1).bit_length()                       # the next power of two
-        if (rows, blocks) not in self.graphs:
-            static = self.padding(rows, blocks)
-            self.graphs[rows, blocks] = static, self.record(lambda: self.logits[:rows].copy_(self.forward(static)))
-        static, replay = self.graphs[rows, blocks]
-        for name in ("token_ids", "positions", "slot_mapping", "seq_lens"):
-            getattr(static, name)[:S] = getattr(batch, name)
-        static.slot_mapping[S:], static.seq_lens[S:] = -1, 0
-        static.block_tables[:S, :B] = batch.block_tables         # what older batches left in the rest is never read
-        replay()         # query_start_loc is 0 … rows and logits_indices 0 … rows-1 in all that fit: one row a sequence
-        return self.logits[:S]
-
-    def padding(self, rows, blocks):
-        """A batch of rows that are all padding."""
-        zeros = lambda *shape, dtype=torch.int64: torch.zeros(*shape, dtype=dtype, device=self.logits.device)
-        upwards = lambda n, dtype: torch.arange(n, dtype=dtype, device=self.logits.device)
-        return ForwardBatch(token_ids=zeros(rows), positions=zeros(rows), slot_mapping=zeros(rows) - 1,
-                            query_start_loc=upwards(rows + 1, torch.int32), seq_lens=zeros(rows, dtype=torch.int32),
-                            block_tables=zeros(rows, blocks, dtype=torch.int32),
-                            logits_indices=upwards(rows, torch.int64))
-
-
-def cuda_graph_recorder():
-    """DecodeGraphs' `record` on a GPU. All graphs take turns in one pool of memory, since no two run at a time."""
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-
-    def record(function):
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            function()                           # the first time compiles kernels and sets up libraries: not recorded
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool, stream):
-            function()
-        return graph.replay
-    return record
-
-
-# -- 3. Collectives in shared memory ----------------------------------------------------------------------------------
+# -- 2. Collectives in shared memory ----------------------------------------------------------------------------------
 
 YIELD = getattr(os, "sched_yield", lambda: time.sleep(0))
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -331,7 +260,7 @@ class SharedMemoryComm:
         return spins + 1
 
 
-# -- 4. Collectives by NCCL or gloo -----------------------------------------------------------------------------------
+# -- 3. Collectives by NCCL or gloo -----------------------------------------------------------------------------------
 
 class ProcessGroupComm:
     """The same calls by torch's own collectives: NCCL between GPUs; gloo is the reference that tests compare with.
@@ -366,7 +295,7 @@ class ProcessGroupComm:
         return torch.cat(parts, dim=-1)                              # [S', size * n]
 
 
-# -- 5. Ranks 1 … N-1 -------------------------------------------------------------------------------------------------
+# -- 4. Ranks 1 … N-1 -------------------------------------------------------------------------------------------------
 
 INIT_KV_CACHE, RUN = 0, 1
 FIELDS = ("token_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens", "block_tables", "logits_indices")
@@ -424,7 +353,7 @@ def worker_main(rank, size, area, locks, collectives, path, driver, folder, dtyp
         os._exit(0)             # at once: a rank with a broken collective may not get through a tidy exit
 
 
-# -- 6. The driver's side ---------------------------------------------------------------------------------------------
+# -- 5. The driver's side ---------------------------------------------------------------------------------------------
 
 class TensorParallelExecutor:
     """Rank 0, and the processes of the others: `execute` sends them the batch, then computes its own share of it.
@@ -555,7 +484,8 @@ def _shut_down(flags, area, processes, scratch, owner):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size, enforce_eager=False):
+def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size, enforce_eager=False,
+                  compiled=False):
     """What runs the batches: a Worker, or rank 0 of several.
 
     Both have init_kv_cache(num_blocks, block_size), execute(batch) → logits [S', V], close(), model, kv_cache. Raises
@@ -565,7 +495,8 @@ def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size
     LlamaConfig.from_folder(folder).check_tensor_parallel(tensor_parallel_size)
     if tensor_parallel_size == 1:
         on_gpu = torch.device(device).type == "cuda"
-        return Worker(folder, dtype, device, attention_backend, cuda_graphs=on_gpu and not enforce_eager)
+        return Worker(folder, dtype, device, attention_backend, cuda_graphs=on_gpu and not enforce_eager,
+                      compiled=compiled)
     if torch.device(device).type == "cuda" and tensor_parallel_size > torch.cuda.device_count():
         raise ValueError(f"--tensor-parallel-size {tensor_parallel_size} needs as many GPUs, one a rank; "
                          f"this machine has {torch.cuda.device_count()}")

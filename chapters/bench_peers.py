@@ -2,6 +2,7 @@
 
     python chapters/bench_peers.py --model DIR                             nano-serve and transformers
     python chapters/bench_peers.py --model DIR --vllm /path/to/python      … and the vLLM of that interpreter
+    python chapters/bench_peers.py --model DIR --compile                   … and nano-serve with --compile ("compiled")
     python chapters/bench_peers.py --model DIR --budget                    where a step's time goes
     python chapters/bench_peers.py --linears                               matrix products: as stored, transposed, packed
 
@@ -54,7 +55,7 @@ def workloads(model):
 def nano_serve(args):
     from nano_serve import LLM, SamplingParams
     llm = LLM(args.model, dtype=args.dtype, threads=args.threads, max_num_batched_tokens=4096,
-              enable_prefix_caching=False)
+              enable_prefix_caching=False, compile=args.serve == "compiled")
     greedy = lambda n: SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
     return lambda requests: [o.outputs[0].token_ids for o in llm.generate(
         [p for p, _ in requests], [greedy(n) for _, n in requests])]
@@ -97,7 +98,7 @@ def transformers(args):
     return run
 
 
-SYSTEMS = {"nano-serve": nano_serve, "transformers": transformers, "vllm": vllm}
+SYSTEMS = {"nano-serve": nano_serve, "compiled": nano_serve, "transformers": transformers, "vllm": vllm}
 
 
 def serve(args):
@@ -151,7 +152,7 @@ def own_seconds():
 
 def compare(args):
     """Let all systems take turns; returns {(system, dtype): {workload: [turns]}}."""
-    kinds = ["nano-serve", "transformers"] + (["vllm"] if args.vllm else [])
+    kinds = ["nano-serve"] + ["compiled"] * args.compile + ["transformers"] + ["vllm"] * bool(args.vllm)
     results = {}
     for dtype in args.dtypes:
         processes = {}
@@ -189,7 +190,7 @@ def compare(args):
 
 
 def report(results):
-    """The table: medians, and the ratio of nano-serve's best dtype to each peer's best."""
+    """The table: medians, and the ratio of each system's best dtype to nano-serve's best."""
     median = lambda turns: statistics.median(t["seconds"] for t in turns)
     figures = {}
     for (kind, dtype), of in results.items():
@@ -206,13 +207,12 @@ def report(results):
         ours = results["nano-serve", dtype]
         same = all(t["tokens"] == ours[w][0]["tokens"] for w, turns in of.items() for t in turns)
         print(f"{'':24}same token ids as nano-serve: {'yes' if same else 'no'}")
-    for peer in sorted({kind for kind, _ in figures} - {"nano-serve"}):
-        best = lambda kind, key: min(row[key] for (k, _), row in figures.items() if k == kind)
-        keys = figures["nano-serve", next(iter(results))[1]]
-        if not keys:
-            continue
-        ratios = [f"{key}: {best(peer, key) / best('nano-serve', key):.2f}x" for key in keys]
-        print(f"{peer}'s time / nano-serve's, best dtype against best dtype:  " + "   ".join(ratios))
+    best = lambda kind, key: min(row[key] for (k, _), row in figures.items() if k == kind)
+    kinds, keys = list(dict.fromkeys(kind for kind, _ in figures)), list(next(iter(figures.values())))
+    for ours in [kind for kind in kinds if SYSTEMS[kind] is nano_serve]:
+        for peer in [kind for kind in kinds if SYSTEMS[kind] is not nano_serve and keys]:
+            ratios = [f"{key}: {best(peer, key) / best(ours, key):.2f}x" for key in keys]
+            print(f"{peer}'s time / {ours}'s, best dtype against best dtype:  " + "   ".join(ratios))
 
 
 # -- where the time goes ----------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def budget(args):
     read_rate = read.nbytes / lower_quartile(lambda: read.sum(), 8)
     for dtype in args.dtypes:
         llm = LLM(args.model, dtype=dtype, threads=args.threads, max_num_batched_tokens=4096,
-                  enable_prefix_caching=False)
+                  enable_prefix_caching=False, compile=args.compile)
         engine, rng, inside = llm.engine, random.Random(0), []
         execute = engine.executor.execute
 
@@ -294,13 +294,14 @@ def budget(args):
                 for _ in range(8):
                     engine.step()
             own = {e.key: e.self_cpu_time_total / 8e3 for e in p.key_averages()}                     # ms a step
-            products = own.get("mkldnn::_linear_pointwise", 0) + own.get("aten::mm", 0) + own.get("aten::addmm", 0)
+            products = sum(v for k, v in own.items() if "CompiledFxGraph" in k or k in (
+                "mkldnn::_linear_pointwise", "aten::mm", "aten::addmm"))
             attention = sum(v for k, v in own.items() if "scaled_dot_product" in k or k in (
                 "aten::index_select", "aten::bmm", "aten::_softmax", "aten::_embedding_bag_forward_only"))
             others = sum(own.values()) - products - attention
             print(f"{dtype} batch {batch}: step {step * 1000:.1f} ms, of which the engine {outside * 1000:.2f} "
                   f"({outside / batch * 1e6:.0f} us a request, {outside / step:.1%}); under the profiler: products "
-                  f"{products:.1f}, attention with its gathers {attention:.1f}, other operators {others:.1f} ms; reading "
+                  f"and what is compiled {products:.1f}, attention with its gathers {attention:.1f}, other operators {others:.1f} ms; reading "
                   f"the weights once at {read_rate / 1e9:.0f} GB/s would take {size / read_rate * 1000:.1f} ms")
             for i in range(batch):
                 engine.abort_request(f"{batch}-{i}")
@@ -310,6 +311,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Hugging Face checkpoint folder, such as SmolLM2-135M-Instruct")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM installed")
+    parser.add_argument("--compile", action="store_true", help="nano-serve with --compile, too; with --budget: that one")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--workloads", nargs="+", default=["a1", "a", "c", "b"], choices=WORKLOADS)
     parser.add_argument("--turns", type=int, default=3)

@@ -1,0 +1,219 @@
+"""A step of decodes as one program: recorded on a GPU, compiled on a CPU (chapter 6).
+
+Mirrors   vLLM: v1/worker/gpu/cudagraph_utils.py:108 CudaGraphManager
+          vLLM: config/compilation.py:37 CompilationMode
+Promises  the logits of the step that they stand for, from fewer and longer calls. A decode does little work in many
+          small operations, and what surrounds an operation (the interpreter, the launch, a buffer for its result)
+          costs as much as the operation. Both have `fit(batch)`: is it one of theirs?, and `run(batch)` → logits.
+Leaves out steps with prefill chunks in them, and tensor-parallel ranks.
+Order     1 DecodeGraphs (on by default, --enforce-eager turns it off).  2 CompiledDecode (--compile).
+"""
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import kernels
+from model import ForwardBatch
+
+
+# -- 1. Recorded, on a GPU ----------------------------------------------------------------------------------------
+
+CAPTURE_SIZES = 1, 2, 4, *range(8, 257, 8)       # vLLM: config/vllm.py:1778 VllmConfig._set_cudagraph_sizes
+
+
+class DecodeGraphs:
+    """Steps in which everybody decodes, recorded and replayed.
+
+    Such a step launches about ten kernels a layer, and where a small batch keeps the GPU busy for less time than the
+    CPU needs to launch them, the GPU waits for the CPU. But for one batch size it is always the same list of kernels
+    over the same shapes. A CUDA graph is that list, recorded once; a replay starts all of it with one call. It has
+    addresses in it, not tensors: the inputs are copied to where they were at the recording, and the logits come out
+    where they came out then.
+
+    A graph serves one batch size and one width of the block tables. A batch takes the next larger of both: the rows to
+    spare are padding, of length 0 and slot -1, so they read no key and write none, whatever their block table still
+    holds. Example: 3 decodes with tables 5 blocks wide run in the graph for 4 rows and 8 blocks, recorded when it is
+    first asked for.
+    vLLM: v1/worker/gpu/cudagraph_utils.py:108 CudaGraphManager, which records all sizes at the start, and whose other
+    modes also cover mixed batches, all but their attention. Left out, too: graphs of tensor-parallel ranks.
+    """
+
+    def __init__(self, forward, logits, record):
+        """forward: a ForwardBatch → logits [S', V]; logits [largest size, V]: where all graphs leave theirs, since one
+        for each would add up to gigabytes; record: takes a function without arguments, returns what replays it."""
+        self.forward, self.logits, self.record = forward, logits, record
+        self.graphs = {}                         # (batch size, blocks) → (the batch that it reads, replay)
+
+    @staticmethod
+    def fit(batch):
+        """Is this batch made of decodes alone, with a logit for each, and no larger than the largest graph?"""
+        return len(batch.token_ids) == len(batch.seq_lens) == len(batch.logits_indices) <= CAPTURE_SIZES[-1]
+
+    def run(self, batch):
+        """A batch that fits  →  logits [S, V], overwritten by the next run."""
+        S, B = batch.block_tables.shape
+        rows = min(n for n in CAPTURE_SIZES if n >= S)
+        blocks = 1 << (B - 1).bit_length()                       # the next power of two
+        if (rows, blocks) not in self.graphs:
+            static = self.padding(rows, blocks)
+            self.graphs[rows, blocks] = static, self.record(lambda: self.logits[:rows].copy_(self.forward(static)))
+        static, replay = self.graphs[rows, blocks]
+        for name in ("token_ids", "positions", "slot_mapping", "seq_lens"):
+            getattr(static, name)[:S] = getattr(batch, name)
+        static.slot_mapping[S:], static.seq_lens[S:] = -1, 0
+        static.block_tables[:S, :B] = batch.block_tables         # what older batches left in the rest is never read
+        replay()         # query_start_loc is 0 … rows and logits_indices 0 … rows-1 in all that fit: one row a sequence
+        return self.logits[:S]
+
+    def padding(self, rows, blocks):
+        """A batch of rows that are all padding."""
+        zeros = lambda *shape, dtype=torch.int64: torch.zeros(*shape, dtype=dtype, device=self.logits.device)
+        upwards = lambda n, dtype: torch.arange(n, dtype=dtype, device=self.logits.device)
+        return ForwardBatch(token_ids=zeros(rows), positions=zeros(rows), slot_mapping=zeros(rows) - 1,
+                            query_start_loc=upwards(rows + 1, torch.int32), seq_lens=zeros(rows, dtype=torch.int32),
+                            block_tables=zeros(rows, blocks, dtype=torch.int32),
+                            logits_indices=upwards(rows, torch.int64))
+
+
+def cuda_graph_recorder():
+    """DecodeGraphs' `record` on a GPU. All graphs take turns in one pool of memory, since no two run at a time."""
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def record(function):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()                           # the first time compiles kernels and sets up libraries: not recorded
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool, stream):
+            function()
+        return graph.replay
+    return record
+
+
+# -- 2. Compiled, on a CPU ---------------------------------------------------------------------------------------------
+
+COLUMNS = 32             # outputs side by side in a Matrix: two vector registers of 16 fp32 sums, with AVX-512
+
+
+class Matrix(NamedTuple):
+    """A matrix [out, in] in the layout that suits a product with one row: groups of COLUMNS outputs, and in each, for
+    every input, its COLUMNS weights next to each other. A CPU then adds up 16 or 32 outputs at once, in vector
+    registers, reading memory from front to back; in the stored layout each output would end in a sum across a register.
+    """
+    groups: torch.Tensor             # [out / COLUMNS rounded up, in, COLUMNS]; outputs to spare are zeros
+    bias: torch.Tensor | None        # [out]
+    out: int
+
+    @classmethod
+    def of(cls, weights):
+        """weights: a model.Weights, before its matrix is packed away."""
+        out, n_in = weights.weight.shape
+        padded = F.pad(weights.weight, (0, 0, 0, -out % COLUMNS))
+        return cls(padded.view(-1, COLUMNS, n_in).transpose(1, 2).contiguous(), weights.bias, out)
+
+    def times(self, x):
+        """x [1, in]  →  [1, out]. Summed in fp32, as the library's products are."""
+        y = (self.groups * x.view(1, -1, 1)).sum(1, dtype=torch.float32).view(1, -1)[:, :self.out]     # [1, out] fp32
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+class Layer(NamedTuple):
+    """What one layer reads: the norms' vectors [D] and its four matrices."""
+    input_layernorm: torch.Tensor
+    qkv_proj: Matrix
+    o_proj: Matrix
+    post_attention_layernorm: torch.Tensor
+    gate_up_proj: Matrix
+    down_proj: Matrix
+
+
+def decode(token_id, cos, sin, slots, k_cache, v_cache, embedding, layers, norm, lm_head, num_heads, eps):
+    """`Llama.forward` for a lone decode: the same operations in the same order, each the twin of kernels.py.
+
+    token_id [1], cos and sin [1, d], slots [L] of the sequence's tokens, this step's the last, caches [layers, N, bs,
+    Hkv, d], embedding [V, D], norm [D]  →  logits [1, V]. PyTorch calls this once, to see what it does, and writes C++
+    that does the same in one call. What stood in memory between two operations now often stays in a register: norm and
+    residual add, or gate, silu and up, become one loop.
+    """
+    Hkv, d = k_cache.shape[3:]
+    x = F.embedding(token_id, embedding)                                                 # [1, D]
+    residual = None
+    for i, layer in enumerate(layers):
+        x, residual = kernels.rms_norm(x, layer.input_layernorm, eps, residual)
+        qk, v = layer.qkv_proj.times(x).view(1, -1, d).split((num_heads + Hkv, Hkv), dim=1)
+        q, k = kernels.apply_rope(qk, cos, sin).split((num_heads, Hkv), dim=1)           # [1, H, d], [1, Hkv, d]
+        x = torch.ops.nano_serve.attend(q, k, v, k_cache[i], v_cache[i], slots).flatten(1)                # [1, H * d]
+        x, residual = kernels.rms_norm(layer.o_proj.times(x), layer.post_attention_layernorm, eps, residual)
+        x = layer.down_proj.times(kernels.silu_and_mul(layer.gate_up_proj.times(x)))     # [1, D]
+    x, _ = kernels.rms_norm(x, norm, eps, residual)
+    return lm_head.times(x)                                                              # [1, V]
+
+
+def attend(q, k, v, k_cache, v_cache, slots):
+    """Write this token's k and v [1, Hkv, d] into the last of `slots` [L], then attend: q [1, H, d]  →  [1, H, d].
+
+    To the compiler this is a black box, an *operator* that it calls and doesn't look into: its own code for such a
+    gather takes several times as long. It isn't told that the caches change, either: it would take care of nobody
+    seeing that too early, by a copy of the pool, and nobody else looks at them within the step.
+    vLLM: model_executor/layers/attention/attention.py:819 unified_attention_with_output, a black box for like reasons
+    """
+    H, (_, _, Hkv, d) = q.shape[1], k_cache.shape
+    keys, values = k_cache.view(-1, Hkv * d), v_cache.view(-1, Hkv * d)                  # [N*bs, Hkv*d]
+    keys[slots[-1]], values[slots[-1]] = k.view(-1), v.view(-1)
+    keys = keys.index_select(0, slots).view(1, -1, Hkv, d).transpose(1, 2)               # [1, Hkv, L, d]
+    values = values.index_select(0, slots).view(1, -1, Hkv, d).transpose(1, 2)           # [1, Hkv, L, d]
+    # A KV head's query heads are rows of it, and a row alone sees every key: no mask.
+    return F.scaled_dot_product_attention(q.view(1, Hkv, -1, d), keys, values).view(1, H, d)
+
+
+_library = torch.library.Library("nano_serve", "DEF")
+_library.define("attend(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slots) -> Tensor")
+_library.impl("attend", attend, "CPU")
+torch.library.register_fake("nano_serve::attend", lambda q, *others: torch.empty_like(q), lib=_library)
+
+
+class CompiledDecode:
+    """Steps of one decode alone, the usual case of a chat on a laptop, as one function compiled by torch.compile.
+
+    The weights are held a second time, as Matrix (beside the layout for several rows that pack_weights makes). Compiled
+    is for this model's sizes and the pool at hand; only L may vary. The result is kept on disk by PyTorch, so the next
+    start is a matter of seconds.
+    vLLM: config/compilation.py:37 CompilationMode; it compiles the whole forward, for any number of tokens."""
+
+    def __init__(self, model):
+        m = self.model = model
+        self.weights = m.embed_tokens.weight, [Layer(
+            layer.input_layernorm.weight, Matrix.of(layer.qkv_proj), Matrix.of(layer.o_proj),
+            layer.post_attention_layernorm.weight, Matrix.of(layer.gate_up_proj), Matrix.of(layer.down_proj))
+            for layer in m.layers], m.norm.weight, Matrix.of(m.lm_head)
+        self.decode = torch.compile(decode, fullgraph=True)
+
+    def compile(self, kv_cache):
+        """Run a first step, in the null block. ValueError where PyTorch can't compile."""
+        self.kv_cache, one = kv_cache, torch.ones(1, dtype=torch.int64)
+        try:
+            with torch.inference_mode():
+                slots = torch.zeros(5, dtype=torch.int64)
+                torch._dynamo.mark_dynamic(slots, 0)             # L: not for 5 tokens alone
+                self._decode(one, one, slots)
+        except Exception as error:               # each stage has errors of its own
+            raise ValueError("--compile: PyTorch could not compile the decode step; it needs a C++ compiler, g++ or what "
+                             f"CXX names ({type(error).__name__}: {str(error).strip().splitlines()[0]:.200})") from error
+
+    @staticmethod
+    def fit(batch):
+        """Is this batch one decode, of a sequence of two tokens or more? (Compilers take a length of 1 as a constant.)"""
+        return len(batch.token_ids) == len(batch.logits_indices) == 1 and int(batch.seq_lens) > 1
+
+    def run(self, batch):
+        """A batch that fits  →  logits [1, V]."""
+        block_size = self.kv_cache.block_size
+        positions = torch.arange(int(batch.seq_lens))                                    # [L]
+        slots = batch.block_tables[0, positions // block_size] * block_size + positions % block_size      # [L] int64
+        return self._decode(batch.token_ids, batch.positions, slots)
+
+    def _decode(self, token_id, positions, slots):
+        cos, sin = self.model.rope_cos_sin(positions)                                    # [1, d] each
+        return self.decode(token_id, cos, sin, slots, self.kv_cache.k, self.kv_cache.v, *self.weights,
+                           self.model.num_heads, self.model.config.rms_norm_eps)
