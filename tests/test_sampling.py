@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import model
-from model import sample, top_logprobs, uniform
+from model import likeliest, sample, top_logprobs, uniform
 from nano_serve import LLM, SamplingParams
 from scheduler import Request
 
@@ -393,3 +393,14 @@ def test_half_precision_overflow_is_reported_not_served():
     assert output.outputs[0].finish_reason == "error" and "--dtype" in output.error
     (output,) = toys.run(toys.make_engine(folder, dtype="float32"), [([1, 2, 3], toys.greedy(5))])
     assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("V", [97, 96, 512, 128256])
+def test_likeliest_is_the_first_of_the_largest(V):
+    generator = torch.Generator().manual_seed(V)
+    logits = torch.randint(0, 50, (5, V), generator=generator).float()       # many ties
+    logits[3] = -torch.inf
+    best, ids = likeliest(logits)
+    assert ids.tolist() == [row.index(max(row)) for row in logits.tolist()] and torch.equal(best, logits.amax(-1))
+    logits[1, V // 2] = torch.nan
+    assert likeliest(logits)[0].isnan().tolist() == [False, True, False, False, False]
