@@ -8,6 +8,7 @@ Promises  the logits of the step that they stand for, from fewer and longer call
 Leaves out steps with prefill chunks in them, and tensor-parallel ranks.
 Order     1 DecodeGraphs (on by default, --enforce-eager turns it off).  2 CompiledDecode (--compile).
 """
+import sys
 from typing import NamedTuple
 
 import torch
@@ -153,9 +154,9 @@ def decode(token_id, cos, sin, slots, k_cache, v_cache, embedding, layers, norm,
 def attend(q, k, v, k_cache, v_cache, slots):
     """Write this token's k and v [1, Hkv, d] into the last of `slots` [L], then attend: q [1, H, d]  →  [1, H, d].
 
-    To the compiler this is a black box, an *operator* that it calls and doesn't look into: its own code for such a
-    gather takes several times as long. It isn't told that the caches change, either: it would take care of nobody
-    seeing that too early, by a copy of the pool, and nobody else looks at them within the step.
+    To the compiler this is a black box, an *operator* that it calls and doesn't look into: of such a gather it would
+    make slower code than this. Nor is it told that the caches change. It would guard against anybody seeing that too
+    early, with a copy of the pool; but within a step only this function looks at them, a layer at a time.
     vLLM: model_executor/layers/attention/attention.py:819 unified_attention_with_output, a black box for like reasons
     """
     H, (_, _, Hkv, d) = q.shape[1], k_cache.shape
@@ -176,9 +177,9 @@ torch.library.register_fake("nano_serve::attend", lambda q, *others: torch.empty
 class CompiledDecode:
     """Steps of one decode alone, the usual case of a chat on a laptop, as one function compiled by torch.compile.
 
-    The weights are held a second time, as Matrix (beside the layout for several rows that pack_weights makes). Compiled
-    is for this model's sizes and the pool at hand; only L may vary. The result is kept on disk by PyTorch, so the next
-    start is a matter of seconds.
+    The weights are held a second time, as Matrix, beside the layout for several rows that pack_weights makes. What is
+    compiled is for the sizes of this model and its pool; only L may vary. PyTorch keeps the result on disk for the next
+    start. Guards, which it checks at each call, keep the engines of one process apart.
     vLLM: config/compilation.py:37 CompilationMode; it compiles the whole forward, for any number of tokens."""
 
     def __init__(self, model):
@@ -192,18 +193,21 @@ class CompiledDecode:
     def compile(self, kv_cache):
         """Run a first step, in the null block. ValueError where PyTorch can't compile."""
         self.kv_cache, one = kv_cache, torch.ones(1, dtype=torch.int64)
+        # Another engine's other sizes are no reason to make sizes variable, and there may be any number of engines.
+        settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=sys.maxsize)
         try:
-            with torch.inference_mode():
-                slots = torch.zeros(5, dtype=torch.int64)
+            with torch.inference_mode(), settings:
+                slots = torch.zeros(5, dtype=torch.int64)        # made in inference mode, as those of `run` are
                 torch._dynamo.mark_dynamic(slots, 0)             # L: not for 5 tokens alone
                 self._decode(one, one, slots)
         except Exception as error:               # each stage has errors of its own
+            reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]:.200}"
             raise ValueError("--compile: PyTorch could not compile the decode step; it needs a C++ compiler, g++ or what "
-                             f"CXX names ({type(error).__name__}: {str(error).strip().splitlines()[0]:.200})") from error
+                             f"CXX names ({reason})") from error
 
     @staticmethod
     def fit(batch):
-        """Is this batch one decode, of a sequence of two tokens or more? (Compilers take a length of 1 as a constant.)"""
+        """Is this batch one decode, of a sequence of two tokens or more? (A length of 1 would be taken as a constant.)"""
         return len(batch.token_ids) == len(batch.logits_indices) == 1 and int(batch.seq_lens) > 1
 
     def run(self, batch):

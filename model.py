@@ -98,8 +98,8 @@ class LlamaConfig:
             for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
                 rope[key] = _positive(f"rope type llama3: {key}", rope.get(key))
             if rope["low_freq_factor"] >= rope["high_freq_factor"]:
-                raise CheckpointError(f"config.json: rope type llama3: low_freq_factor {rope['low_freq_factor']} must be "
-                                      f"below high_freq_factor {rope['high_freq_factor']}")
+                raise CheckpointError(f"config.json: rope type llama3: low_freq_factor {rope['low_freq_factor']} must "
+                                      f"be below high_freq_factor {rope['high_freq_factor']}")
         if raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
             raise CheckpointError("config.json: partial_rotary_factor is not supported (only 1.0)")
         size = {key: raw.get(key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",

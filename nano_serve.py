@@ -66,7 +66,7 @@ class EngineArgs:
     seed: int = option(0, "where requests without a seed of their own get theirs from")
     attention_backend: str = option("auto", "auto, torch or triton")
     enforce_eager: bool = option(False, "on a GPU: launch each kernel of each step, record no CUDA graphs of decodes")
-    compile: bool = option(False, "on a CPU: compile the step of a lone decode to C++ (half a minute, once; then seconds)")
+    compile: bool = option(False, "on a CPU: compile the step of a lone decode to C++ (torch.compile; takes a while)")
     check_invariants: bool = option(False, "check the scheduler's and the pool's accounts after every step (slow)")
 
 
@@ -156,9 +156,9 @@ class LLMEngine:
         _check_options(args)
         self.config.check_tensor_parallel(args.tensor_parallel_size)
         device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        if args.compile and (device != "cpu" or args.tensor_parallel_size > 1):
-            raise ValueError(f"--compile is for one process on a CPU, not for --device {device} with "
-                             f"--tensor-parallel-size {args.tensor_parallel_size}")
+        if args.compile and (device != "cpu" or args.tensor_parallel_size > 1 or args.attention_backend == "triton"):
+            raise ValueError("--compile is for one process on a CPU and the PyTorch twins, not for --device "
+                             f"{device}, -tp {args.tensor_parallel_size}, --attention-backend {args.attention_backend}")
         dtype = auto_dtype(self.config, device) if args.dtype == "auto" else DTYPES[args.dtype]
         self.device, self.dtype, self._seeds = torch.device(device), dtype, random.Random(args.seed)
         # All that can be refused is refused before the weights are read.
@@ -465,7 +465,8 @@ class LLM:
         params = list(sampling_params) if many else [sampling_params] * len(prompts)
         priorities = [0] * len(prompts) if priority is None else list(priority)
         if not len(params) == len(priorities) == len(prompts):
-            raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters, {len(priorities)} priorities")
+            raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters and "
+                             f"{len(priorities)} priorities")
         engine, ours = self.engine, {}                              # request id → (index, which of n)
         # Answer j of n is seeded with seed + j (in 64 bits), so the first is what the prompt alone would get.
         nth_seed = lambda seed, j: None if seed is None else (seed + j + 2 ** 63) % 2 ** 64 - 2 ** 63

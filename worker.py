@@ -53,7 +53,7 @@ class Worker:
         self.device, self.cuda_graphs, self.kv_cache = device, cuda_graphs, None
         self.model = load_model(folder, dtype, device, rank, size, comm, attention_backend)
         # What runs steps of decodes as one program, or None: CompiledDecode, or from init_kv_cache on DecodeGraphs.
-        self.decoder = CompiledDecode(self.model) if compiled else None      # it reads the weights before they are packed
+        self.decoder = CompiledDecode(self.model) if compiled else None      # reads the weights before they are packed
         if torch.device(device).type == "cpu":
             self.model.pack_weights()
 

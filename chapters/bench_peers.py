@@ -4,7 +4,7 @@
     python chapters/bench_peers.py --model DIR --vllm /path/to/python      … and the vLLM of that interpreter
     python chapters/bench_peers.py --model DIR --compile                   … and nano-serve with --compile ("compiled")
     python chapters/bench_peers.py --model DIR --budget                    where a step's time goes
-    python chapters/bench_peers.py --linears                               matrix products: as stored, transposed, packed
+    python chapters/bench_peers.py --linears                               products: as stored, transposed, packed
 
 Every system is loaded once, in a process of its own; then they take turns on the same workloads (token ids, greedy, EOS
 ignored), so that a slow minute of the machine hits all of them. The ratios are what counts. A turn during which other
@@ -164,12 +164,14 @@ def compare(args):
                                + glob.glob(str(Path(args.vllm).parent.parent / "lib" / "libiomp5.so")))
                     python, env = args.vllm, {**os.environ, "LD_PRELOAD": ":".join(preload)}
                     print(f"vLLM with {', '.join(Path(p).name for p in preload) or 'nothing'} preloaded")
+                start = time.perf_counter()
                 processes[kind] = subprocess.Popen(
                     [python, __file__, "--serve", kind, "--model", args.model, "--dtype", dtype,
                      "--threads", str(args.threads)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL if not args.verbose else None, text=True, preexec_fn=os.setpgrp)
                 if not processes[kind].stdout.readline():
                     raise SystemExit(f"{kind} did not start; --verbose shows why")
+                print(f"{dtype} {kind}: ready after {time.perf_counter() - start:.1f} s (imports, weights, three requests)")
             for name in [w for w in args.workloads for _ in range(args.turns)]:
                 for kind, process in processes.items():
                     for _ in range(2):
@@ -301,8 +303,9 @@ def budget(args):
             others = sum(own.values()) - products - attention
             print(f"{dtype} batch {batch}: step {step * 1000:.1f} ms, of which the engine {outside * 1000:.2f} "
                   f"({outside / batch * 1e6:.0f} us a request, {outside / step:.1%}); under the profiler: products "
-                  f"and what is compiled {products:.1f}, attention with its gathers {attention:.1f}, other operators {others:.1f} ms; reading "
-                  f"the weights once at {read_rate / 1e9:.0f} GB/s would take {size / read_rate * 1000:.1f} ms")
+                  f"and what is compiled {products:.1f}, attention with its gathers {attention:.1f}, other operators "
+                  f"{others:.1f} ms; reading the weights once at {read_rate / 1e9:.0f} GB/s would take "
+                  f"{size / read_rate * 1000:.1f} ms")
             for i in range(batch):
                 engine.abort_request(f"{batch}-{i}")
 
@@ -311,7 +314,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Hugging Face checkpoint folder, such as SmolLM2-135M-Instruct")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM installed")
-    parser.add_argument("--compile", action="store_true", help="nano-serve with --compile, too; with --budget: that one")
+    parser.add_argument("--compile", action="store_true", help="nano-serve with --compile, too (with --budget: only)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--workloads", nargs="+", default=["a1", "a", "c", "b"], choices=WORKLOADS)
     parser.add_argument("--turns", type=int, default=3)

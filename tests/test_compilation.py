@@ -201,7 +201,7 @@ def test_matrix_times_a_row(dtype, tolerance, out, n_in, bias):
 
 
 def test_compile_is_refused_where_it_cannot_be():
-    with pytest.raises(ValueError, match="--compile is for one process on a CPU.*-size 2"):
+    with pytest.raises(ValueError, match="--compile is for one process on a CPU.*-tp 2"):
         LLMEngine(EngineArgs(folder_of("gqa"), compile=True, tensor_parallel_size=2))
 
 
