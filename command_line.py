@@ -340,7 +340,7 @@ def main(argv=None):
         # What is wrong with the options, the prompts' file or a path is said before a model is loaded.
         defaults = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})
         jobs, report = read_jobs(args), Report(args)
-        if args.compile:
+        if args.compile and args.tensor_parallel_size == 1:
             print("compiling the decode step (the first time: half a minute for 30 layers)", file=sys.stderr)
         with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)}) as llm:
             report.empty_files()

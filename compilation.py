@@ -1,14 +1,14 @@
-"""A step of decodes as one program: recorded on a GPU, compiled on a CPU (chapter 6).
+"""A step of decodes in few calls: recorded on a GPU, compiled on a CPU (chapter 6).
 
 Mirrors   vLLM: v1/worker/gpu/cudagraph_utils.py:108 CudaGraphManager
           vLLM: config/compilation.py:37 CompilationMode
-Promises  the logits of the step that they stand for, from fewer and longer calls. A decode does little work in many
-          small operations, and what surrounds an operation (the interpreter, the launch, a buffer for its result)
-          costs as much as the operation. Both have `fit(batch)`: is it one of theirs?, and `run(batch)` → logits.
-Leaves out steps with prefill chunks in them, and tensor-parallel ranks.
+Promises  the logits that Llama.forward would give. A decode does little work in many small operations, and what
+          surrounds an operation (the interpreter, a launch, memory for its result) costs as much as the operation.
+          DecodeGraphs and CompiledDecode both have `fit(batch)`: is it one of theirs?, and `run(batch)` → logits.
+Leaves out steps with prefill chunks in them, and tensor-parallel ranks; on a CPU also decodes in company.
 Order     1 DecodeGraphs (on by default, --enforce-eager turns it off).  2 CompiledDecode (--compile).
 """
-import sys
+import types
 from typing import NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class DecodeGraphs:
 
     @staticmethod
     def fit(batch):
-        """Is this batch made of decodes alone, with a logit for each, and no larger than the largest graph?"""
+        """Is this batch one token a sequence, with a logit for each, and no larger than the largest graph?"""
         return len(batch.token_ids) == len(batch.seq_lens) == len(batch.logits_indices) <= CAPTURE_SIZES[-1]
 
     def run(self, batch):
@@ -94,12 +94,12 @@ def cuda_graph_recorder():
 
 # -- 2. Compiled, on a CPU ---------------------------------------------------------------------------------------------
 
-COLUMNS = 32             # outputs side by side in a Matrix: two vector registers of 16 fp32 sums, with AVX-512
+COLUMNS = 32             # with AVX-512: two vector registers of 16 fp32 sums each
 
 
 class Matrix(NamedTuple):
     """A matrix [out, in] in the layout that suits a product with one row: groups of COLUMNS outputs, and in each, for
-    every input, its COLUMNS weights next to each other. A CPU then adds up 16 or 32 outputs at once, in vector
+    every input, its COLUMNS weights next to each other. A CPU then adds up a group's outputs side by side in vector
     registers, reading memory from front to back; in the stored layout each output would end in a sum across a register.
     """
     groups: torch.Tensor             # [out / COLUMNS rounded up, in, COLUMNS]; outputs to spare are zeros
@@ -114,7 +114,8 @@ class Matrix(NamedTuple):
         return cls(padded.view(-1, COLUMNS, n_in).transpose(1, 2).contiguous(), weights.bias, out)
 
     def times(self, x):
-        """x [1, in]  →  [1, out]. Summed in fp32, as the library's products are."""
+        """x [1, in]  →  [1, out]. As it stands this would write every product of two numbers to memory before it sums
+        them. Compiled, both become one loop, and a product is fp32, in a register, and gone."""
         y = (self.groups * x.view(1, -1, 1)).sum(1, dtype=torch.float32).view(1, -1)[:, :self.out]     # [1, out] fp32
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
@@ -129,13 +130,14 @@ class Layer(NamedTuple):
     down_proj: Matrix
 
 
-def decode(token_id, cos, sin, slots, k_cache, v_cache, embedding, layers, norm, lm_head, num_heads, eps):
-    """`Llama.forward` for a lone decode: the same operations in the same order, each the twin of kernels.py.
+def forward_one(token_id, cos, sin, slots, k_cache, v_cache, embedding, layers, norm, lm_head, num_heads, eps):
+    """`Llama.forward` for a lone decode: the same operations in the same order.
 
     token_id [1], cos and sin [1, d], slots [L] of the sequence's tokens, this step's the last, caches [layers, N, bs,
-    Hkv, d], embedding [V, D], norm [D]  →  logits [1, V]. PyTorch calls this once, to see what it does, and writes C++
-    that does the same in one call. What stood in memory between two operations now often stays in a register: norm and
-    residual add, or gate, silu and up, become one loop.
+    Hkv, d], embedding [V, D], norm [D]  →  logits [1, V]. This is never run. PyTorch follows it once with tensors that
+    have shapes and no data, and writes C++ for what lies between two attentions: a function for each layer, one more
+    for the end. Within one, what stood in memory between two operations often stays in a register: norm and residual
+    add, or gate, silu and up, become one loop.
     """
     Hkv, d = k_cache.shape[3:]
     x = F.embedding(token_id, embedding)                                                 # [1, D]
@@ -154,20 +156,22 @@ def decode(token_id, cos, sin, slots, k_cache, v_cache, embedding, layers, norm,
 def attend(q, k, v, k_cache, v_cache, slots):
     """Write this token's k and v [1, Hkv, d] into the last of `slots` [L], then attend: q [1, H, d]  →  [1, H, d].
 
-    To the compiler this is a black box, an *operator* that it calls and doesn't look into: of such a gather it would
-    make slower code than this. Nor is it told that the caches change. It would guard against anybody seeing that too
-    early, with a copy of the pool; but within a step only this function looks at them, a layer at a time.
-    vLLM: model_executor/layers/attention/attention.py:819 unified_attention_with_output, a black box for like reasons
+    To the compiler this is an *operator*: it calls it and doesn't look into it, for of such a gather it would make
+    slower code. vLLM: model_executor/layers/attention/attention.py:819 unified_attention_with_output
     """
     H, (_, _, Hkv, d) = q.shape[1], k_cache.shape
     keys, values = k_cache.view(-1, Hkv * d), v_cache.view(-1, Hkv * d)                  # [N*bs, Hkv*d]
     keys[slots[-1]], values[slots[-1]] = k.view(-1), v.view(-1)
     keys = keys.index_select(0, slots).view(1, -1, Hkv, d).transpose(1, 2)               # [1, Hkv, L, d]
     values = values.index_select(0, slots).view(1, -1, Hkv, d).transpose(1, 2)           # [1, Hkv, L, d]
-    # A KV head's query heads are rows of it, and a row alone sees every key: no mask.
+    # The query heads that share a KV head go in as its rows; all are of the newest token, so they see every key.
     return F.scaled_dot_product_attention(q.view(1, Hkv, -1, d), keys, values).view(1, H, d)
 
 
+# How PyTorch learns of an operator: its signature, what runs on a CPU, and a fake that tells the compiler the shape of
+# the result. An argument that it writes to would be marked, as "Tensor(a!) k_cache", and the compiler would copy it,
+# the whole pool, lest somebody see the change too early. We leave the mark out: within a step only this operator looks
+# at the caches.
 _library = torch.library.Library("nano_serve", "DEF")
 _library.define("attend(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slots) -> Tensor")
 _library.impl("attend", attend, "CPU")
@@ -175,11 +179,12 @@ torch.library.register_fake("nano_serve::attend", lambda q, *others: torch.empty
 
 
 class CompiledDecode:
-    """Steps of one decode alone, the usual case of a chat on a laptop, as one function compiled by torch.compile.
+    """Steps of one decode alone, the usual case of a chat on a laptop, compiled by torch.compile.
 
-    The weights are held a second time, as Matrix, beside the layout for several rows that pack_weights makes. What is
-    compiled is for the sizes of this model and its pool; only L may vary. PyTorch keeps the result on disk for the next
-    start. Guards, which it checks at each call, keep the engines of one process apart.
+    The weights are held twice: as Matrix, and as pack_weights lays them out for several rows. What is compiled is for
+    the sizes of this model and its pool; only L may vary. At each call PyTorch checks its *guards* (the arguments'
+    shapes, dtypes, constants, and the number of threads) and would compile anew if one failed. It keeps the result on
+    disk for the next start.
     vLLM: config/compilation.py:37 CompilationMode; it compiles the whole forward, for any number of tokens."""
 
     def __init__(self, model):
@@ -188,26 +193,28 @@ class CompiledDecode:
             layer.input_layernorm.weight, Matrix.of(layer.qkv_proj), Matrix.of(layer.o_proj),
             layer.post_attention_layernorm.weight, Matrix.of(layer.gate_up_proj), Matrix.of(layer.down_proj))
             for layer in m.layers], m.norm.weight, Matrix.of(m.lm_head)
-        self.decode = torch.compile(decode, fullgraph=True)
 
     def compile(self, kv_cache):
-        """Run a first step, in the null block. ValueError where PyTorch can't compile."""
+        """torch.compile compiles at the first call: make it here, in the null block, so that no request waits for it.
+        ValueError where PyTorch can't compile."""
         self.kv_cache, one = kv_cache, torch.ones(1, dtype=torch.int64)
-        # Another engine's other sizes are no reason to make sizes variable, and there may be any number of engines.
-        settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=sys.maxsize)
+        # PyTorch keeps what it compiled with the function's code. A copy of that, and engines never meet one another's.
+        own = types.FunctionType(forward_one.__code__.replace(), globals())
         try:
-            with torch.inference_mode(), settings:
-                slots = torch.zeros(5, dtype=torch.int64)        # made in inference mode, as those of `run` are
-                torch._dynamo.mark_dynamic(slots, 0)             # L: not for 5 tokens alone
-                self._decode(one, one, slots)
+            self.compiled = torch.compile(own, fullgraph=True)   # fullgraph: an error where PyTorch can't follow
+            # Nor are another engine's sizes, which it remembers by the function's name, a reason to make ours variable.
+            with torch.inference_mode(), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+                slots = torch.zeros(5, dtype=torch.int64)
+                torch._dynamo.mark_dynamic(slots, 0)             # the 5 stands for any L
+                self._forward(one, one, slots)
         except Exception as error:               # each stage has errors of its own
             reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]:.200}"
-            raise ValueError("--compile: PyTorch could not compile the decode step; it needs a C++ compiler, g++ or what "
-                             f"CXX names ({reason})") from error
+            raise ValueError(f"--compile: PyTorch could not compile the decode step ({reason}). It needs a C++ compiler,"
+                             " g++ or what CXX names, and a folder to write to (TORCHINDUCTOR_CACHE_DIR)") from error
 
     @staticmethod
     def fit(batch):
-        """Is this batch one decode, of a sequence of two tokens or more? (A length of 1 would be taken as a constant.)"""
+        """Is this batch one token of a sequence of two or more? (PyTorch takes a size of 1 for a constant, always.)"""
         return len(batch.token_ids) == len(batch.logits_indices) == 1 and int(batch.seq_lens) > 1
 
     def run(self, batch):
@@ -215,9 +222,10 @@ class CompiledDecode:
         block_size = self.kv_cache.block_size
         positions = torch.arange(int(batch.seq_lens))                                    # [L]
         slots = batch.block_tables[0, positions // block_size] * block_size + positions % block_size      # [L] int64
-        return self._decode(batch.token_ids, batch.positions, slots)
+        return self._forward(batch.token_ids, batch.positions, slots)
 
-    def _decode(self, token_id, positions, slots):
+    def _forward(self, token_id, positions, slots):
         cos, sin = self.model.rope_cos_sin(positions)                                    # [1, d] each
-        return self.decode(token_id, cos, sin, slots, self.kv_cache.k, self.kv_cache.v, *self.weights,
-                           self.model.num_heads, self.model.config.rms_norm_eps)
+        token_id = token_id.clone()              # made in inference mode, as are the others: a guard looks at that, too
+        return self.compiled(token_id, cos, sin, slots, self.kv_cache.k, self.kv_cache.v, *self.weights,
+                             self.model.num_heads, self.model.config.rms_norm_eps)

@@ -533,13 +533,14 @@ def sample(logits, requests):
 def likeliest(logits):
     """The largest logit of each row and the first id that has it; a NaN counts as largest.  [n, V]  →  [n], [n].
 
-    PyTorch finds a maximum in vector registers, but its index element by element. So take the maxima of V/256 stretches
-    first, and look for the index in one stretch a row."""
-    stretches = logits.reshape(len(logits), -1, math.gcd(logits.shape[1], 256))      # [n, V/K, K]
+    PyTorch finds a maximum several elements at a time, but its index one by one. So take the maxima of stretches of K
+    first, and look for the index in one stretch a row. K divides V and is 256 at most; an odd V gains nothing."""
+    K = math.gcd(logits.shape[1], 256)
+    stretches = logits.reshape(len(logits), logits.shape[1] // K, K)                 # [n, V/K, K]
     maxima = stretches.amax(-1)                                                      # [n, V/K]
     first = maxima.argmax(-1)                                                        # [n]
     within = stretches[torch.arange(len(logits), device=logits.device), first].argmax(-1)               # [n]
-    return maxima.amax(-1), first * stretches.shape[2] + within
+    return maxima.amax(-1), first * K + within
 
 
 def draw(logits, requests):

@@ -66,7 +66,8 @@ class EngineArgs:
     seed: int = option(0, "where requests without a seed of their own get theirs from")
     attention_backend: str = option("auto", "auto, torch or triton")
     enforce_eager: bool = option(False, "on a GPU: launch each kernel of each step, record no CUDA graphs of decodes")
-    compile: bool = option(False, "on a CPU: compile the step of a lone decode to C++ (torch.compile; takes a while)")
+    compile: bool = option(False, "on a CPU: compile the step of a lone decode (a chat): faster, for a slower "
+                                  "start and twice the memory of the weights")
     check_invariants: bool = option(False, "check the scheduler's and the pool's accounts after every step (slow)")
 
 
@@ -173,15 +174,15 @@ class LLMEngine:
             self.scheduler = self._make_scheduler(num_blocks, given_by)
         # A small matrix is done before a second thread has woken up, and on shared cores the two wait for each other.
         small = sum(math.prod(shape) for shape in param_shapes(self.config).values()) < 20e6
-        if device == "cpu" and (args.threads or small):
-            torch.set_num_threads(args.threads or 1)
-        self.executor = make_executor(folder, dtype, device, args.attention_backend, args.tensor_parallel_size,
-                                      args.enforce_eager, args.compile)
-        if num_blocks is None:       # on a GPU: what the weights leave of the share that was asked for
-            free, total = torch.cuda.mem_get_info()
-            num_blocks = int(args.gpu_memory_utilization * total - (total - free)) // block_bytes
-            self.scheduler = self._make_scheduler(num_blocks, "--gpu-memory-utilization")
-        self.executor.init_kv_cache(num_blocks, args.block_size)
+        self._threads = args.threads or (1 if small and device == "cpu" else torch.get_num_threads())
+        with cpu_threads(self._threads):
+            self.executor = make_executor(folder, dtype, device, args.attention_backend, args.tensor_parallel_size,
+                                          args.enforce_eager, args.compile)
+            if num_blocks is None:   # on a GPU: what the weights leave of the share that was asked for
+                free, total = torch.cuda.mem_get_info()
+                num_blocks = int(args.gpu_memory_utilization * total - (total - free)) // block_bytes
+                self.scheduler = self._make_scheduler(num_blocks, "--gpu-memory-utilization")
+            self.executor.init_kv_cache(num_blocks, args.block_size)
         self._live, self._closed = {}, False         # request id → _LiveRequest
 
     def _make_scheduler(self, num_blocks, given_by):
@@ -260,7 +261,7 @@ class LLMEngine:
         start = self.clock()
         if not self.has_unfinished_requests():
             return []
-        with self._whole_or_not_at_all():
+        with self._whole_or_not_at_all(), cpu_threads(self._threads):
             # 1) Who computes how many tokens?  → scheduler.py
             output = self.scheduler.schedule()
             for request in output.scheduled_requests:
@@ -349,6 +350,18 @@ class LLMEngine:
             self.abort_request(request_id)
         self.executor.close()
         self._closed = True
+
+
+@contextlib.contextmanager
+def cpu_threads(n):
+    """With n threads for PyTorch's operators, and afterwards with as many as before: the number is the process's, which
+    may have other engines."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check_options(args):

@@ -52,8 +52,8 @@ class Worker:
                  cuda_graphs=False, compiled=False):
         self.device, self.cuda_graphs, self.kv_cache = device, cuda_graphs, None
         self.model = load_model(folder, dtype, device, rank, size, comm, attention_backend)
-        # What runs steps of decodes as one program, or None: CompiledDecode, or from init_kv_cache on DecodeGraphs.
-        self.decoder = CompiledDecode(self.model) if compiled else None      # reads the weights before they are packed
+        # What runs steps of decodes in few calls, or None: CompiledDecode, or from init_kv_cache on DecodeGraphs.
+        self.fast_decode = CompiledDecode(self.model) if compiled else None      # reads weights before they are packed
         if torch.device(device).type == "cpu":
             self.model.pack_weights()
 
@@ -62,23 +62,23 @@ class Worker:
         m = self.model
         self.kv_cache = KVCache(m.config.num_hidden_layers, num_blocks, block_size, m.num_kv_heads, m.config.head_dim,
                                 m.norm.weight.dtype, self.device)
-        if self.cuda_graphs and m.ops.name == "triton":      # the twins ask the device for lengths: nothing to record
+        if self.cuda_graphs and m.ops.name == "triton":      # the twins read lengths back: not to be recorded
             logits = torch.empty(CAPTURE_SIZES[-1], m.config.vocab_size, dtype=m.norm.weight.dtype, device=self.device)
-            self.decoder = DecodeGraphs(lambda batch: m(batch, self.kv_cache), logits, cuda_graph_recorder())
-        elif self.decoder is not None:
-            self.decoder.compile(self.kv_cache)
+            self.fast_decode = DecodeGraphs(lambda batch: m(batch, self.kv_cache), logits, cuda_graph_recorder())
+        elif self.fast_decode is not None:
+            self.fast_decode.compile(self.kv_cache)
 
     @torch.inference_mode()
     def execute(self, batch):
         """batch: a ForwardBatch on this worker's device  →  logits [S', V], to be used before the next step; on ranks
         other than 0 unspecified."""
         with interrupts_wait():
-            if self.decoder is not None and self.decoder.fit(batch):
-                return self.decoder.run(batch)
+            if self.fast_decode is not None and self.fast_decode.fit(batch):
+                return self.fast_decode.run(batch)
             return self.model(batch, self.kv_cache)
 
     def close(self):
-        self.model = self.kv_cache = self.decoder = None
+        self.model = self.kv_cache = self.fast_decode = None
 
 
 @contextmanager

@@ -171,7 +171,8 @@ def compare(args):
                     stderr=subprocess.DEVNULL if not args.verbose else None, text=True, preexec_fn=os.setpgrp)
                 if not processes[kind].stdout.readline():
                     raise SystemExit(f"{kind} did not start; --verbose shows why")
-                print(f"{dtype} {kind}: ready after {time.perf_counter() - start:.1f} s (imports, weights, three requests)")
+                print(f"{dtype} {kind}: ready after {time.perf_counter() - start:.1f} s (imports, weights, compiling, "
+                      "three requests)")
             for name in [w for w in args.workloads for _ in range(args.turns)]:
                 for kind, process in processes.items():
                     for _ in range(2):
@@ -192,7 +193,7 @@ def compare(args):
 
 
 def report(results):
-    """The table: medians, and the ratio of each system's best dtype to nano-serve's best."""
+    """The table: medians, and each peer's best dtype against the best of nano-serve, without and with --compile."""
     median = lambda turns: statistics.median(t["seconds"] for t in turns)
     figures = {}
     for (kind, dtype), of in results.items():
@@ -299,7 +300,8 @@ def budget(args):
             products = sum(v for k, v in own.items() if "CompiledFxGraph" in k or k in (
                 "mkldnn::_linear_pointwise", "aten::mm", "aten::addmm"))
             attention = sum(v for k, v in own.items() if "scaled_dot_product" in k or k in (
-                "aten::index_select", "aten::bmm", "aten::_softmax", "aten::_embedding_bag_forward_only"))
+                "aten::index_select", "aten::bmm", "aten::_softmax", "aten::_embedding_bag_forward_only",
+                "nano_serve::attend"))
             others = sum(own.values()) - products - attention
             print(f"{dtype} batch {batch}: step {step * 1000:.1f} ms, of which the engine {outside * 1000:.2f} "
                   f"({outside / batch * 1e6:.0f} us a request, {outside / step:.1%}); under the profiler: products "
@@ -314,9 +316,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Hugging Face checkpoint folder, such as SmolLM2-135M-Instruct")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM installed")
-    parser.add_argument("--compile", action="store_true", help="nano-serve with --compile, too (with --budget: only)")
+    parser.add_argument("--compile", action="store_true", help="nano-serve with --compile, too (--budget: it alone)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--workloads", nargs="+", default=["a1", "a", "c", "b"], choices=WORKLOADS)
+    parser.add_argument("--workloads", nargs="+", default=["a1", "a", "c", "b8", "b"], choices=WORKLOADS)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--budget", action="store_true")

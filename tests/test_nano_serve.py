@@ -11,6 +11,7 @@ import time
 import warnings
 
 import pytest
+import torch
 import toys
 from conftest import ROOT
 
@@ -756,3 +757,20 @@ def test_lower_priority_numbers_go_first():
     with LLM(num_kv_blocks=100, max_num_seqs=1, scheduling_policy="priority") as llm:
         order = [i for i, o in llm.stream(["a", "b", "c"], SamplingParams(max_tokens=2, ignore_eos=True), [5, 9, 1]) if o.finished]
     assert order == [2, 0, 1]
+
+
+def test_an_engine_has_its_own_number_of_threads():
+    """And the process has its own again between the steps, for other engines."""
+    seen, threads = [], torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with LLM(threads=1) as one, LLM(threads=2) as two, LLM() as small:
+            assert torch.get_num_threads() == 2
+            for llm in (one, two, small):
+                execute = llm.engine.executor.execute
+                llm.engine.executor.execute = lambda batch, execute=execute: seen.append(torch.get_num_threads()) or execute(batch)
+                llm.generate(["a"], SamplingParams(max_tokens=1))
+                assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == [1, 2, 1]                                 # the embedded model is small
