@@ -18,7 +18,7 @@ import kernels
 from model import ForwardBatch
 
 
-# -- 1. Recorded, on a GPU ----------------------------------------------------------------------------------------
+# -- 1. Recorded, on a GPU --------------------------------------------------------------------------------------------
 
 CAPTURE_SIZES = 1, 2, 4, *range(8, 257, 8)       # vLLM: config/vllm.py:1778 VllmConfig._set_cudagraph_sizes
 
@@ -197,7 +197,7 @@ class CompiledDecode:
     def compile(self, kv_cache):
         """torch.compile compiles at the first call: make it here, in the null block, so that no request waits for it.
         ValueError where PyTorch can't compile."""
-        self.kv_cache, one = kv_cache, torch.ones(1, dtype=torch.int64)
+        self.kv_cache, zero = kv_cache, torch.zeros(1, dtype=torch.int64)
         # PyTorch keeps what it compiled with the function's code. A copy of that, and engines never meet one another's.
         own = types.FunctionType(forward_one.__code__.replace(), globals())
         try:
@@ -206,7 +206,7 @@ class CompiledDecode:
             with torch.inference_mode(), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
                 slots = torch.zeros(5, dtype=torch.int64)
                 torch._dynamo.mark_dynamic(slots, 0)             # the 5 stands for any L
-                self._forward(one, one, slots)
+                self._forward(zero, zero, slots)
         except Exception as error:               # each stage has errors of its own
             reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]:.200}"
             raise ValueError(f"--compile: PyTorch could not compile the decode step ({reason}). It needs a C++ compiler,"
@@ -219,10 +219,9 @@ class CompiledDecode:
 
     def run(self, batch):
         """A batch that fits  →  logits [1, V]."""
-        block_size = self.kv_cache.block_size
-        positions = torch.arange(int(batch.seq_lens))                                    # [L]
-        slots = batch.block_tables[0, positions // block_size] * block_size + positions % block_size      # [L] int64
-        return self._forward(batch.token_ids, batch.positions, slots)
+        positions = torch.arange(int(batch.seq_lens))[None]                              # [1, L]
+        slots = kernels.slots_of(batch.block_tables, positions, self.kv_cache.block_size)                 # [1, L] int64
+        return self._forward(batch.token_ids, batch.positions, slots[0])
 
     def _forward(self, token_id, positions, slots):
         cos, sin = self.model.rope_cos_sin(positions)                                    # [1, d] each

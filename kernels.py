@@ -294,7 +294,7 @@ def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, was
     def add(block_tables, positions, tiles):
         """positions [n, L]; a tile comes as (rows, m, n_keys, clear, mask)."""
         n = len(block_tables)
-        index = (_slots(block_tables, positions, block_size)[:, None] * Hkv + heads).flatten()     # [n * Hkv * L]
+        index = (slots_of(block_tables, positions, block_size)[:, None] * Hkv + heads).flatten()     # [n * Hkv * L]
         room = k_cache.new_empty(n * num_heads * max(m * n_keys for _, m, n_keys, _, _ in tiles))  # used in turns
         tiles = [RowTile(rows, m, n_keys, clear, mask, room[:n * num_heads * m * n_keys].view(n * Hkv, -1, n_keys))
                  for rows, m, n_keys, clear, mask in tiles]
@@ -340,7 +340,7 @@ def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, was
     return plan
 
 
-def _slots(block_tables, positions, block_size):
+def slots_of(block_tables, positions, block_size):
     """Position p lives in block p // block_size of its table, at offset p % block_size.
 
     block_tables [n, B], positions [n, L]  →  slots [n, L] int64.

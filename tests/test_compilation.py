@@ -1,4 +1,4 @@
-"""Steps of decodes as one program: recorded once and replayed, or compiled.
+"""Steps of decodes in few calls: recorded once and replayed, or compiled.
 
 A GPU records launches. What surrounds that (which steps, padding, the tensors that a graph reads) is the same with a stand-in
 that runs the function again, and that much is tested here. With a GPU: pytest -m gpu.
@@ -139,7 +139,7 @@ def alone_and_in_company(vocabulary):
 @needs_compiler
 @pytest.mark.parametrize("name, dtype", [("odd", "float32"), ("gqa", "bfloat16")])
 def test_compiled_steps_give_the_same_ids(name, dtype):
-    """Over a pool of NaN. In bf16 a program that keeps values in registers rounds less often, so there only the first ids of
+    """Over a pool of NaN. In bf16 a function that keeps values in registers rounds less often, so there only the first ids of
     a sequence are compared."""
     plain, engine = make_engine(folder_of(name), dtype=dtype), compiled_engine(name, dtype=dtype)
     for jobs in alone_and_in_company(plain.config.vocab_size):
@@ -154,7 +154,8 @@ def test_compiled_steps_give_the_same_ids(name, dtype):
 @needs_compiler
 def test_two_compiled_models_in_one_process():
     """PyTorch keeps what it compiled with the function's code: each must find its own, whatever mode its caller is in."""
-    engines = [compiled_engine(name) for name in ("odd", "gqa")]
+    with torch._dynamo.config.patch(recompile_limit=1):      # as many versions of one code as PyTorch then allows
+        engines = [compiled_engine(name) for name in ("odd", "gqa")]
     wants = [[ids_of(run(make_engine(folder_of(name)), jobs)) for jobs in alone_and_in_company(96)] for name in ("odd", "gqa")]
     with torch.compiler.set_stance("fail_on_recompile"):
         for round_ in range(2):
