@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from model import DTYPES, LlamaConfig, find_checkpoint, padded_vocab, param_shapes
-from nano_serve import LLM, EngineArgs, refused_output
+from nano_serve import LLM, EngineArgs, ended_output
 from scheduler import SamplingParams
 from worker import WorkerError
 
@@ -33,13 +33,14 @@ def make_parser():
     add = parser.add_argument_group("what to answer").add_argument
     add("--prompt", action="append", help="a prompt (repeatable)")
     add("--prompts", metavar="FILE", help="prompts, one a line; in a .jsonl file objects with prompt, messages or\n"
-                                          "prompt_token_ids, and SamplingParams fields of their own")
+                                          "prompt_token_ids, SamplingParams fields of their own, and a priority\n"
+                                          "(the lower the earlier, with --scheduling-policy priority)")
     add("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     add("--chat", action="store_true", help="talk with the model")
     add("--shards", action="store_true", help="print what each rank of --tensor-parallel-size holds, and stop;\n"
         "--model may also be " + ", ".join(PUBLISHED))
     add = parser.add_argument_group("how to answer (vLLM's SamplingParams)").add_argument
-    add("--max-tokens", type=int, default=300)
+    add("--max-tokens", type=int, default=300, help="[300]")
     add("--temperature", type=float, default=0.0)
     add("--top-p", type=float, default=1.0)
     add("--top-k", type=int, default=0)
@@ -125,7 +126,7 @@ def answer_all(llm, jobs, args, defaults, report):
                     prompts.append(prompt)
                     params.append(p)
                 except ValueError as error:
-                    report.update(number, questions[number], refused_output(None, 0, None, str(error)))
+                    report.update(number, questions[number], ended_output(None, "error", error=str(error)))
             priorities = [jobs[number].get("priority", 0) for number in numbers]
             for index, output in llm.stream(prompts, params, priorities):
                 report.keep_steps(llm.engine)
@@ -144,16 +145,21 @@ def answer_all(llm, jobs, args, defaults, report):
 
 
 def chat_loop(llm, defaults, report):
-    """A conversation. The whole of it is sent each time; with the prefix cache only the new turn is computed."""
+    """A conversation. The whole of it is sent each time; with the prefix cache only the new turn is computed.
+    Returns an exit code: 0, or 1 if a message was refused or failed."""
     report.print("Talk with the model; /new starts over, an empty line or Ctrl-D ends.")
-    messages, number = [], 0
+    messages, number, code, typed = [], 0, 0, sys.stdin is not None and sys.stdin.isatty()
     while True:
         try:
-            text = input("you> ").strip()
+            text = input("you> " if typed else "").strip()
         except (EOFError, RuntimeError):             # the latter where there is no standard input at all
-            text = ""
-        if not text:
-            return 0
+            return code
+        if not text and typed:
+            return code
+        if not text:                                 # a file may have empty lines, and nobody sees what is read from it
+            continue
+        if not typed:
+            report.print(f"you> {text}")
         if text == "/new":
             messages = []
             continue
@@ -161,13 +167,14 @@ def chat_loop(llm, defaults, report):
         reply = None
         try:
             for _, reply in llm.stream([{"messages": messages}], defaults):
-                print(reply.outputs[0].delta, end="", flush=True)
-            print(f"error: {reply.error}" if reply.error else "")
+                report.print(reply.outputs[0].delta, end="")
+            report.print(f"error: {reply.error}" if reply.error else "")
         except KeyboardInterrupt:                    # this answer only
-            print(" (interrupted)")
+            report.print(" (interrupted)")
         report.keep_steps(llm.engine)
         if reply is None or not reply.finished or reply.error:
             messages.pop()                           # as if the question had not been asked
+            code = 1
             continue
         _write_line(report.output, answer_record(number, text, reply))
         messages.append({"role": "assistant", "content": reply.outputs[0].text})
@@ -209,10 +216,10 @@ class Report:
         if self.live:
             self.live.stop()
 
-    def print(self, *parts):
+    def print(self, *parts, end="\n"):
         """Text as it is, whatever a model or a user put in it; parts are strings or (string, style)."""
         from rich.text import Text
-        self.console.print(Text.assemble(*parts))
+        self.console.print(Text.assemble(*parts), end=end)
 
     def keep_steps(self, engine):
         for record in engine.records[self.num_steps:]:
@@ -224,13 +231,14 @@ class Report:
     def update(self, number, question, output):
         """An answer to job `number` has grown, or ended."""
         answer, key = output.outputs[0], (number, output.outputs[0].index)
-        self.growing[key] = (f"[{number + 1}] {question} ", "bold"), answer.text[-300:] + "\n"
+        title = question if len(question) <= 500 else f"{question[:500]} …"
+        self.growing[key] = (f"[{number + 1}] {title} ", "bold"), answer.text[-300:] + "\n"
         if output.finished:
             del self.growing[key]
             self.done.append(output)
             _write_line(self.output, answer_record(number, question, output))
             end = output.error or f"{len(answer.token_ids)} tokens, {answer.finish_reason}"
-            self.print((f"[{number + 1}] {question}", "bold"), f"\n{answer.text}\n", (f"({end})\n", "dim"))
+            self.print((f"[{number + 1}] {title}", "bold"), f"\n{answer.text}\n", (f"({end})\n", "dim"))
         if self.live:                                # as many as a third of the screen has room for, at two lines each
             from rich.text import Text
             some = list(self.growing.values())[:max(self.console.height // 6, 1)]
@@ -341,7 +349,7 @@ def main(argv=None):
         defaults = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})
         jobs, report = read_jobs(args), Report(args)
         if args.compile and args.tensor_parallel_size == 1:
-            print("compiling the decode step (the first time: half a minute for 30 layers)", file=sys.stderr)
+            print("compiling the decode step (30 layers: half a minute, and seconds at the next start)", file=sys.stderr)
         with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)}) as llm:
             report.empty_files()
             return chat_loop(llm, defaults, report) if args.chat else answer_all(llm, jobs, args, defaults, report)

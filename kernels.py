@@ -19,7 +19,7 @@ share nothing, so none may write what another writes. Inside, a value is a scala
 program's warps (32 threads each) hold in registers; the code says what happens to a tile, never to a thread. A tensor
 arrives as a pointer to its first element: `tl.load(pointer + offsets, mask, other)` gathers a tile; where the mask is
 off nothing is read and `other` is taken. Tiles have compile-time sizes (`tl.constexpr`, in capitals), powers of two: a
-head size of 80 travels in a tile of 128 with 48 columns masked. Strides are arguments (x_t: x's along T), since q is a
+head size of 80 travels in a tile of 128 with 48 columns masked. Strides are arguments (q_t: q's along T), since q is a
 slice of the QKV product, not a dense tensor. Offsets into a pool are int64: 70,000 blocks of 16 * 8 * 256 pass 2^31.
 With TRITON_INTERPRET=1 in the environment the same source runs on the CPU, program after program, in NumPy.
 """
@@ -60,13 +60,13 @@ def rms_norm(x, weight, eps, residual=None):
 
 
 @jit
-def _rms_norm_kernel(x, residual, weight, out, new_residual, x_t, D, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x, residual, weight, out, new_residual, D, eps, BLOCK: tl.constexpr):
     """A program owns one row and keeps it in registers: x and residual are read once, both results written once. Three
     PyTorch operations would carry the row through memory three times, and this operation is nothing but memory."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)                                                              # [BLOCK], BLOCK >= D
     real = i < D
-    r = tl.load(x + row * x_t + i, mask=real, other=0.0)                                 # [BLOCK], zeros from D on
+    r = tl.load(x + row * D + i, mask=real, other=0.0)                                   # [BLOCK], zeros from D on
     if residual is not None:                           # known when the kernel is compiled
         r += tl.load(residual + row * D + i, mask=real, other=0.0)                       # [BLOCK], summed in x's dtype
         tl.store(new_residual + row * D + i, r, mask=real)
@@ -79,18 +79,14 @@ def _rms_norm_kernel(x, residual, weight, out, new_residual, x_t, D, eps, BLOCK:
 def rms_norm_triton(x, weight, eps, residual=None):
     """`rms_norm` as one kernel."""
     T, D = x.shape
-    x, residual, weight = _dense_rows(x), residual if residual is None else residual.contiguous(), weight.contiguous()
+    x, weight = x.contiguous(), weight.contiguous()                      # as they are already, in a model: no copy
+    residual = None if residual is None else residual.contiguous()
     out = x.new_empty(T, D)                                                              # [T, D]
     new_residual = x if residual is None else x.new_empty(T, D)                          # [T, D]
     BLOCK = triton.next_power_of_2(D)
-    _rms_norm_kernel[(T,)](x, residual, weight, out, new_residual, x.stride(0), D, eps, BLOCK=BLOCK,
+    _rms_norm_kernel[(T,)](x, residual, weight, out, new_residual, D, eps, BLOCK=BLOCK,
                            num_warps=min(max(BLOCK // 1024, 4), 16))
     return out, new_residual
-
-
-def _dense_rows(x):
-    """x with stride 1 in its last dimension, as the row kernels want it; a copy only where it is not so already."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 # -- 2. RoPE, and the write into the KV cache -------------------------------------------------------------------------
@@ -187,22 +183,22 @@ def silu_and_mul(gate_up):
 
 
 @jit
-def _silu_and_mul_kernel(gate_up, out, stride, I, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(gate_up, out, I, BLOCK: tl.constexpr):
     """A program owns BLOCK columns of one row: two tiles in, one out."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)                                   # [BLOCK]
-    gate = tl.load(gate_up + row * stride + i, mask=i < I, other=0.0)                    # [BLOCK]
-    up = tl.load(gate_up + row * stride + I + i, mask=i < I, other=0.0)                  # [BLOCK]
+    gate = tl.load(gate_up + row * 2 * I + i, mask=i < I, other=0.0)                     # [BLOCK]
+    up = tl.load(gate_up + row * 2 * I + I + i, mask=i < I, other=0.0)                   # [BLOCK]
     gate32 = gate.to(tl.float32)
     tl.store(out + row * I + i, (gate32 / (1.0 + tl.exp(-gate32))).to(gate.dtype) * up, mask=i < I)
 
 
 def silu_and_mul_triton(gate_up):
     """`silu_and_mul` as one kernel."""
-    gate_up = _dense_rows(gate_up)
+    gate_up = gate_up.contiguous()
     T, I, BLOCK = len(gate_up), gate_up.shape[1] // 2, 1024
     out = gate_up.new_empty(T, I)                                                        # [T, I]
-    _silu_and_mul_kernel[(T, triton.cdiv(I, BLOCK))](gate_up, out, gate_up.stride(0), I, BLOCK=BLOCK)
+    _silu_and_mul_kernel[(T, triton.cdiv(I, BLOCK))](gate_up, out, I, BLOCK=BLOCK)
     return out
 
 
@@ -262,8 +258,8 @@ def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables
             else:
                 torch.bmm(x, k[:, :n_keys].transpose(1, 2), out=scores)                  # [n*Hkv, m*G, n_keys]
                 if mask is not None:
-                    scores.view(n, Hkv, m, -1, n_keys)[..., clear:] += mask
-                p = scores.softmax(-1)                                                   # [n*Hkv, m*G, n_keys]
+                    scores.view(n, Hkv, m, -1, n_keys)[..., clear:] += mask             # [n, Hkv, m, G, n_keys-clear]
+                p = torch.softmax(scores, -1, out=scores)                                # [n*Hkv, m*G, n_keys]
                 if bags is None:
                     x = torch.bmm(p, v[:, :n_keys])                                      # [n*Hkv, m*G, d]
                 else:               # sums of a table's rows by weight, read where they lie: v need not be gathered
@@ -327,6 +323,7 @@ def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, was
                 break
             n, keys = n + 1, keys + L
         bucket, L, decodes = sorted((s, length) for length, s in decodes[:n]), decodes[n - 1][0], decodes[n:]
+        # In the batch's order again: if they are neighbours there, their rows are one slice.
         ids = torch.tensor([s for s, _ in bucket], device=device)                        # [n]
         lengths = torch.tensor([length for _, length in bucket], device=device)[:, None]    # [n, 1]
         positions, mask = torch.arange(L, device=device)[None], None                     # [1, L]

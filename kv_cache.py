@@ -153,7 +153,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, enable_caching: bool = True):
         if num_blocks < 2:
             raise ValueError(f"a pool of {num_blocks} blocks has no room: block 0 is the null block, so at least 2 are "
-                             "needed (--num-kv-blocks)")
+                             "needed (--num-kv-blocks, --kv-cache-memory, --gpu-memory-utilization)")
         self.num_blocks, self.enable_caching = num_blocks, enable_caching
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)

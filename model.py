@@ -234,7 +234,7 @@ def padded_vocab(config, size):
 
 
 def param_shapes(config, rank=0, size=1):
-    """{parameter: its shape on this rank}, read off the plan."""
+    """{parameter: its shape on this rank}, read off the plan: the last of a parameter's pieces ends where it does."""
     shapes = {}
     for p in weight_plan(config, rank, size):
         shape = list(p.shape)
@@ -518,8 +518,7 @@ def sample(logits, requests):
     if any(adjusts_logits(r) for r in requests):
         logits = logits.clone()                  # the caller still wants the raw ones, for the log-probabilities
         for row, request in zip(logits, requests):
-            if adjusts_logits(request):
-                adjust_logits(row, request)
+            adjust_logits(row, request)
     best, ids = likeliest(logits)                                                    # [S'] each
     token_ids = [i if ok else None for i, ok in zip(ids.tolist(), best.isfinite().tolist())]
     rows = [i for i, r in enumerate(requests)

@@ -170,8 +170,7 @@ class LLMEngine:
             raise ValueError(f"the KV pool would take {num_blocks * block_bytes / 2**30:.1f} GiB of this machine's "
                              f"{memory / 2**30:.1f} (--num-kv-blocks, --block-size, --kv-cache-memory)")
         if num_blocks is not None:
-            given_by = "--num-kv-blocks" if args.num_kv_blocks else "--kv-cache-memory"
-            self.scheduler = self._make_scheduler(num_blocks, given_by)
+            self.scheduler = self._make_scheduler(num_blocks)
         # A small matrix is done before a second thread has woken up, and on shared cores the two wait for each other.
         small = sum(math.prod(shape) for shape in param_shapes(self.config).values()) < 20e6
         self._threads = args.threads or (1 if small and device == "cpu" else torch.get_num_threads())
@@ -181,15 +180,12 @@ class LLMEngine:
             if num_blocks is None:   # on a GPU: what the weights leave of the share that was asked for
                 free, total = torch.cuda.mem_get_info()
                 num_blocks = int(args.gpu_memory_utilization * total - (total - free)) // block_bytes
-                self.scheduler = self._make_scheduler(num_blocks, "--gpu-memory-utilization")
+                self.scheduler = self._make_scheduler(num_blocks)
             self.executor.init_kv_cache(num_blocks, args.block_size)
         self._live, self._closed = {}, False         # request id → _LiveRequest
 
-    def _make_scheduler(self, num_blocks, given_by):
+    def _make_scheduler(self, num_blocks):
         a = self.args
-        if num_blocks < 2:
-            raise ValueError(f"{given_by} leaves {max(num_blocks, 0)} KV blocks of {a.block_size} tokens; at least 2 "
-                             "are needed, one being the null block")
         manager = KVCacheManager(num_blocks, a.block_size, a.enable_prefix_caching)
         model_len = self.config.max_position_embeddings
         if a.max_model_len is not None and a.max_model_len > model_len:
@@ -207,7 +203,7 @@ class LLMEngine:
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
         params = sampling_params or SamplingParams()
-        text, token_ids = self._tokenize(prompt)
+        text, token_ids = self.tokenize(prompt)
         self._check_ids("prompt token id", token_ids)
         self._check_ids("stop_token_ids: id", params.stop_token_ids)
         for name, value in (("priority", priority), ("arrival_time", arrival_time or 0)):
@@ -222,9 +218,10 @@ class LLMEngine:
         arrival_time = self.clock() if arrival_time is None else arrival_time
         request = Request(request_id, token_ids, params, arrival_time, priority, self.config.eos_token_ids)
         self.scheduler.add_request(request)
-        self._live[request_id] = _LiveRequest(request, text, Detokenizer(self.codec, params), params.logprobs)
+        self._live[request_id] = _LiveRequest(request, text, Detokenizer(self.codec, params),
+                                              None if params.logprobs is None else [])
 
-    def _tokenize(self, prompt):
+    def tokenize(self, prompt):
         """A prompt in any of its forms  →  (text, or None if it came as ids; token ids)."""
         forms = {"prompt": str, "prompt_token_ids": (list, tuple), "messages": (list, tuple)}
         if not isinstance(prompt, dict):
@@ -250,9 +247,6 @@ class LLMEngine:
         self.scheduler.abort_request(request_id)
         self._live.pop(request_id, None)
 
-    def is_alive(self, request_id):
-        return request_id in self._live
-
     def has_unfinished_requests(self):
         return self.scheduler.has_unfinished_requests()
 
@@ -270,16 +264,14 @@ class LLMEngine:
             # schedule() has counted this step's tokens as computed already. Whoever has now computed all that is known
             # gets a new token; a chunk that stops short of the end predicts a known one, so nobody looks at its logits.
             ends = [r for r in output.scheduled_requests if r.num_computed_tokens == r.num_tokens]
-            sampled, logprobs, errors = {}, {}, {}
+            sampled, logprobs = {}, {}
             if output.scheduled_requests:   # an empty plan is possible: by priority, the only runner may preempt itself
                 # 2) The plan as tensors  → build_batch, below.   3) The forward pass  → worker.py, model.py
                 batch = build_batch(output, self.scheduler.kv_cache_manager, self.device)
                 logits = self.executor.execute(batch)                                        # [S', V]
                 # 4) One token for each row that has one to come  → model.py, section 5
-                for request, token_id in zip(ends, sample(logits, ends) if ends else ()):
+                for request, token_id in zip(ends, sample(logits, ends)):
                     if token_id is None:
-                        errors[request.request_id] = ("the model's logits are not finite (NaN or inf); "
-                                                      "try --dtype float32 or bfloat16")
                         self.scheduler.finish_request(request.request_id, "error")
                     else:
                         sampled[request.request_id] = token_id
@@ -287,9 +279,8 @@ class LLMEngine:
             # 5) Append, stop?, free  → scheduler.py.   6) The token as text, and what the caller sees  → text.py
             now = self.clock()
             self.scheduler.update_from_output(output, sampled)
-            results = [self._advance(self._live[r.request_id], sampled.get(r.request_id), logprobs, errors, now)
-                       for r in ends]
-            finished = [r.request_id for r in results if r.finished]
+            results = [self._advance(self._live[r.request_id], sampled.get(r.request_id), logprobs, now) for r in ends]
+            finished = [r.request_id for r in results if r.finished]     # by a token, or by a stop string in its text
             self.records.append(self.scheduler.make_record(len(self.records), output, sampled, start,
                                                            self.clock() - start, finished))
             if self.args.check_invariants:
@@ -309,9 +300,9 @@ class LLMEngine:
             self.scheduler.kv_cache_manager.reset_prefix_cache()
             raise
 
-    def _advance(self, live, token_id, logprobs, errors, now):
+    def _advance(self, live, token_id, logprobs, now):
         """Give one request its token: the text, the stop strings, the result. The token is in request.output_token_ids
-        already."""
+        already. token_id None: there is none, the request failed."""
         request, detokenizer = live.request, live.detokenizer
         shown = detokenizer.shown
         if token_id is not None:
@@ -320,7 +311,7 @@ class LLMEngine:
             show = not by_token or request.sampling_params.include_stop_str_in_output
             stop = detokenizer.append(token_id, request.finish_reason is not None, show_token=show)
             if stop is not None:                             # on the last allowed token, too: then "stop", not "length"
-                self.scheduler.finish_request(request.request_id, "stop", stop)
+                self.scheduler.finish_request(request.request_id, "stop", stop)          # no effect if it has ended
                 request.finish_reason, request.stop_reason = "stop", stop
             if live.logprobs is not None:
                 live.logprobs.append({i: Logprob(v, rank, self.codec.decode([i], False))
@@ -329,10 +320,12 @@ class LLMEngine:
             request.finish_time = now
             del self._live[request.request_id]
         text = detokenizer.text[:detokenizer.shown]
+        error = "the model's logits are not finite (NaN or inf); try --dtype float32 or bfloat16"
         answer = CompletionOutput(0, text, list(request.output_token_ids), text[shown:],
                                   live.logprobs and list(live.logprobs), request.finish_reason, request.stop_reason)
         return RequestOutput(request.request_id, live.prompt, request.prompt_token_ids, [answer],
-                             request.finish_reason is not None, RequestMetrics(request), errors.get(request.request_id))
+                             request.finish_reason is not None, RequestMetrics(request),
+                             error if token_id is None else None)
 
     def _logprobs(self, logits, ends, sampled):
         """{request id: [(token id, logprob, rank)]} for those who asked; the others cost nothing."""
@@ -398,10 +391,7 @@ class _LiveRequest:
     request: Request
     prompt: str | None
     detokenizer: Detokenizer
-    logprobs: int | list | None
-
-    def __post_init__(self):
-        self.logprobs = None if self.logprobs is None else []
+    logprobs: list | None            # what is reported so far, if the request asked for it
 
 
 def build_batch(output, kv_cache_manager, device):
@@ -498,7 +488,7 @@ class LLM:
                             engine.add_request(request_id, prompts[index], p, priority=priorities[index])
                             ours[request_id], self._mail[request_id] = (index, j), []
                         except RequestRefused as refusal:
-                            ready.append((index, refused_output(request_id, j, prompts[index], str(refusal))))
+                            ready.append((index, ended_output(request_id, "error", j, prompts[index], str(refusal))))
                     # Other streams may run on this engine, in this thread or another: a step of one brings tokens to
                     # the requests of all, so everybody's go to their mail, and whoever finds mail needs no step.
                     if not ready and not any(self._mail[i] for i in ours):
@@ -507,8 +497,8 @@ class LLM:
                                 self._mail[output.request_id].append(output)
                     for request_id, (index, j) in list(ours.items()):
                         mail, self._mail[request_id] = self._mail[request_id], []
-                        if not mail and not engine.is_alive(request_id):
-                            mail = [_ended_output(request_id, "abort")]          # by somebody else
+                        if not mail and request_id not in engine.scheduler.requests:
+                            mail = [ended_output(request_id, "abort")]           # by somebody else
                         for output in mail:
                             output.outputs[0].index = j
                             ready.append((index, output))
@@ -526,16 +516,6 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         return self.generate([{"messages": m} for m in conversations], sampling_params, use_tqdm)
 
-    def chat_prompt(self, messages):
-        """A conversation as a prompt of token ids."""
-        return {"prompt_token_ids": self.engine._tokenize({"messages": messages})[1]}
-
-    def shard_report(self):
-        """What each rank holds, by kind of weight; see command_line.shard_report."""
-        from command_line import shard_report
-        engine = self.engine
-        return shard_report(engine.config, engine.args.tensor_parallel_size, engine.dtype)
-
     def close(self):
         self.engine.close()
 
@@ -552,15 +532,10 @@ def _as_list(prompts):
     return list(prompts) if many else [prompts]
 
 
-def refused_output(request_id, j, prompt, message):
-    output = _ended_output(request_id, "error", j)
-    output.prompt, output.error = prompt if isinstance(prompt, str) else None, message
-    return output
-
-
-def _ended_output(request_id, finish_reason, j=0):
+def ended_output(request_id, finish_reason, j=0, prompt=None, error=None):
     """The result of a request that ended without a step: refused, or aborted from elsewhere."""
-    return RequestOutput(request_id, None, [], [CompletionOutput(j, "", [], finish_reason=finish_reason)], True)
+    answer = CompletionOutput(j, "", [], finish_reason=finish_reason)
+    return RequestOutput(request_id, prompt if isinstance(prompt, str) else None, [], [answer], True, error=error)
 
 
 @contextlib.contextmanager

@@ -284,13 +284,12 @@ def check_stop(request: Request, max_model_len: int) -> bool:
     vLLM: v1/core/sched/utils.py:94 check_stop (there min_tokens holds back the length too)
     """
     params, token_id = request.sampling_params, request.output_token_ids[-1]
-    num_output_tokens = len(request.output_token_ids)
-    may_stop = num_output_tokens >= params.min_tokens
+    may_stop = request.num_output_tokens >= params.min_tokens
     if may_stop and token_id in request.eos_token_ids:
         request.finish_reason = "stop"
     elif may_stop and token_id in params.stop_token_ids:
         request.finish_reason, request.stop_reason = "stop", token_id
-    elif request.num_tokens >= max_model_len or num_output_tokens == params.max_tokens:
+    elif request.num_tokens >= max_model_len or request.num_output_tokens == params.max_tokens:
         request.finish_reason = "length"
     return request.finish_reason is not None
 
@@ -300,8 +299,8 @@ class Scheduler:
 
     The caller repeats: schedule(), build the batch from the plan and the block tables, run it, update_from_output().
     Requests may come, and end from outside, at any time except between schedule() and the building of the batch, which
-    reads their block tables. A planned step must be run, even
-    if one of its requests was aborted meanwhile: others may already count on the K/V it writes.
+    reads their block tables. A planned step must be run, even if one of its requests was aborted meanwhile: others may
+    already count on the K/V it writes.
 
     One limit bounds every sequence: `max_model_len`, or what the whole pool can hold if that is less. So a request that
     is alone can always grow to its end, and ends with "length"; vLLM refuses to start with so small a pool instead.
@@ -329,12 +328,12 @@ class Scheduler:
         if request_id in self.requests:
             raise RequestRefused(f"request id {request_id!r} is already in use by a request that has not ended")
         if num_tokens == 0:
-            raise RequestRefused(f"the prompt of {request_id!r} is empty: no token to predict the next one from")
+            raise RequestRefused("the prompt is empty: no token to predict the next one from")
         if num_tokens >= self.pool_limit and self.pool_limit <= config.max_model_len:  # the tighter limit is named
-            raise RequestRefused(f"the prompt of {request_id!r} has {num_tokens} tokens and the whole KV pool has room "
+            raise RequestRefused(f"the prompt has {num_tokens} tokens and the whole KV pool has room "
                                  f"for {self.pool_limit}, so not one could be generated (--num-kv-blocks)")
         if num_tokens >= config.max_model_len:
-            raise RequestRefused(f"the prompt of {request_id!r} has {num_tokens} tokens and, with the output, may have "
+            raise RequestRefused(f"the prompt has {num_tokens} tokens and, with the output, may have "
                                  f"{config.max_model_len}, so not one could be generated (--max-model-len)")
         if config.max_num_waiting is not None and len(self.waiting) >= config.max_num_waiting:
             raise RequestRefused(f"{len(self.waiting)} requests are waiting and the limit is {config.max_num_waiting}, "
@@ -402,7 +401,8 @@ class Scheduler:
             num_new_tokens = min(len(request.all_token_ids) - request.num_computed_tokens, self.max_chunk, token_budget)
             while not allocate_slots(request, num_new_tokens):
                 victim = self._pop_victim()
-                if victim.request_id in scheduled:  # served a moment ago (by priority only): its share is given back
+                # Whoever was served in this step stands before `index`; any other victim stands at or behind it.
+                if victim.request_id in scheduled:  # (by priority only): its share is given back
                     token_budget += scheduled.pop(victim.request_id)
                     del computed[victim.request_id]
                     output.scheduled_requests.remove(victim)
@@ -476,7 +476,7 @@ class Scheduler:
         finished = []
         for request in scheduler_output.scheduled_requests:
             if request.status is not RequestStatus.RUNNING or request.num_computed_tokens < request.num_tokens:
-                continue  # ended from outside while the step ran, or a chunk that stops short of the end
+                continue  # ended from outside while the step ran, or such a chunk
             request.append_output_token_id(sampled_token_ids[request.request_id])
             self.kv_cache_manager.update_block_hashes(request)
             if check_stop(request, self.max_model_len):

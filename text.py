@@ -29,8 +29,6 @@ class TextCodec:
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
         self.config = _read_json(config) if config.is_file() else {}
-        if not isinstance(self.config, dict):
-            raise CheckpointError(f"{config} holds no JSON object")
         named = {k: v for k, v in self.config.items() if k.endswith("_token")}
         named = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
         self.special = {k: v for k, v in named.items() if isinstance(v, str)}

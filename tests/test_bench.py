@@ -371,5 +371,5 @@ def test_command_reports_failures(capsys):
     assert bench.main(["--simulate", "h100", "--model", "llama-3-8b", "--num-prompts", "3", "--random-input-len",
                        "9000"]) == 1
     shown = capsys.readouterr().out
-    assert shown.count("1 failed") == 3
+    assert "3 failed: the prompt has 9000 tokens" in shown
     assert "--max-model-len" in shown and "Failed requests:                         3" in shown

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+import types
 import warnings
 
 import pytest
@@ -272,7 +273,7 @@ def test_chat_takes_one_conversation_or_several(llm):
     params = SamplingParams(max_tokens=3, **GREEDY)
     (output,) = llm.chat(talk, params)
     assert output.prompt_token_ids == [toys.BOS, *b"abcde"] and output.outputs[0].text == "fgh" and output.prompt == "<|bos|>abcde"
-    assert output.prompt_token_ids == llm.chat_prompt(talk)["prompt_token_ids"]
+    assert output.prompt_token_ids == llm.engine.tokenize({"messages": talk})[1]
     assert texts(llm.chat([talk, talk[:1]], params)) == ["fgh", "cde"]
     with pytest.warns(UserWarning, match="no judges"):
         outputs = llm.chat([talk, [{"role": "judge", "content": "x"}], talk[:1]], params)
@@ -481,14 +482,42 @@ def parrot():
 
 
 def test_a_conversation_grows_and_starts_over(capsys, monkeypatch, parrot, tmp_path):
-    feed_input(monkeypatch, "v", "  x ", "/new", "y", "\udcff", "y" * 70, "y", "")
+    """From a pipe: an empty line ends nothing, and what was asked is shown."""
+    feed_input(monkeypatch, "v", "  x ", "", "/new", "y", "\udcff", "y" * 70, "y")
     code, out, err = cli(capsys, *cheap(parrot), "--chat", "--output", tmp_path / "o.jsonl", "--records", tmp_path / "r.jsonl")
-    assert code == 0 and err == ""
-    assert out.splitlines()[1:] == ["wxyz", "yz", "z", "error: the prompt can't be tokenized: TextInputSequence must be str", out.splitlines()[5], "z"]
-    assert "--max-model-len" in out.splitlines()[5]
+    assert code == 1 and err == "", "two messages were refused"
+    lines = out.splitlines()[1:]
+    assert lines[:7] == ["you> v", "wxyz", "you> x", "yz", "you> /new", "you> y", "z"]
+    assert lines[7:9] == ["you> ?", "error: the prompt can't be tokenized: TextInputSequence must be str"]
+    assert lines[9] == "you> " + "y" * 70 and "--max-model-len" in lines[10] and lines[11:] == ["you> y", "z"]
     answers = [json.loads(line) for line in open(tmp_path / "o.jsonl")]
     assert [(a["prompt"], a["num_prompt_tokens"]) for a in answers] == [("v", 2), ("x", 7), ("y", 2), ("y", 4)]
     assert len(open(tmp_path / "r.jsonl").readlines()) == sum(len(a["token_ids"]) for a in answers)
+
+
+def test_an_empty_line_ends_a_typed_conversation(capsys, monkeypatch, parrot):
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: True))
+    feed_input(monkeypatch, "v", " ", "x")
+    code, out, err = cli(capsys, *cheap(parrot), "--chat")
+    assert code == 0 and err == "" and out.splitlines()[1:] == ["wxyz"]
+
+
+def test_who_reads_may_have_enough():
+    """`| head -1`: the pipe's other end is closed while there is more to write. No complaint."""
+    questions = "What is TTFT?\n" * 3
+    for args in ((), ("--chat",), ("--steps",)):
+        process = start(*args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process.stdin.write(questions)
+        process.stdin.close()
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == "", args
+        process.wait(timeout=60)
+
+
+def test_a_long_prompt_is_not_shown_whole(capsys, parrot):
+    code, out, err = cli(capsys, *cheap(parrot), "--prompt", "y" * 5000)
+    assert code == 1 and "y" * 500 + " …" in out and "y" * 501 not in out and "--max-model-len" in out
 
 
 def test_ctrl_c_in_a_conversation_ends_the_answer_and_at_the_prompt_the_program(capsys, monkeypatch, parrot):
@@ -503,7 +532,7 @@ def test_ctrl_c_in_a_conversation_ends_the_answer_and_at_the_prompt_the_program(
     monkeypatch.setattr(LLMEngine, "step", interrupted)
     feed_input(monkeypatch, "a", "x", KeyboardInterrupt())
     code, out, err = cli(capsys, *cheap(parrot), "--chat")
-    assert code == 130 and err == "" and out.splitlines()[1:] == ["bc (interrupted)", "yz"]
+    assert code == 130 and err == "" and out.splitlines()[1:] == ["you> a", "bc (interrupted)", "you> x", "yz"]
 
 
 # -- In processes of their own --------------------------------------------------------------------------------------------------
