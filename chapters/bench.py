@@ -33,7 +33,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from metrics import METRICS, RequestFuncOutput, parse_goodput, parse_percentiles, summarize, table  # noqa: E402
-from options import check_at_least, check_writable, naming  # noqa: E402
+from options import check_at_least, check_writable, end_quietly, naming  # noqa: E402
 from scheduler import RequestRefused, SamplingParams  # noqa: E402
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -277,10 +277,13 @@ def make_progress(stream=sys.stderr):
 
 def main(argv=None) -> int:
     args = make_parser().parse_args(argv)
-    engine = None
+    engine, date, backend = None, time.strftime("%Y%m%d-%H%M%S"), "simulated" if args.simulate else "nano-serve"
+    saved = "--result-filename", args.result_filename
+    if args.save_result and not args.result_filename:
+        saved = "--save-result", f"{backend}-{args.request_rate}qps-{pathlib.Path(args.model).name}-{date}.json"
     try:
         check_at_least(args, AT_LEAST)
-        for option, path in (("--result-filename", args.result_filename), ("--records", args.records)):
+        for option, path in (saved, ("--records", args.records)):
             if path:
                 check_writable(option, path)
         goodput, metrics = parse_goodput(args.goodput), args.percentile_metrics.split(",")
@@ -307,10 +310,10 @@ def main(argv=None) -> int:
     finally:
         if hasattr(engine, "close"):
             engine.close()
-    result = {"date": time.strftime("%Y%m%d-%H%M%S"), "backend": "simulated" if args.simulate else "nano-serve",
-              "model_id": args.model, "num_prompts": len(requests), "burstiness": args.burstiness,
+    result = {"date": date, "backend": backend, "model_id": args.model, "num_prompts": len(requests),
+              "burstiness": args.burstiness, "max_concurrency": args.max_concurrency,
               "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
-              "max_concurrency": args.max_concurrency, **result, "peak_rss_bytes": peak_rss_bytes()}
+              **result, "peak_rss_bytes": peak_rss_bytes()}
     for error, count in Counter(output.error for output in outputs if output.error).most_common(10):
         print(f"{count} failed: {error}")
     print(table(result, args.max_concurrency, args.request_rate, metrics + ["client_queue_time"]))
@@ -320,8 +323,8 @@ def main(argv=None) -> int:
         if args.records:
             with naming("--records", args.records):
                 write_records(args.records, engine.records)
-        if args.save_result or args.result_filename:
-            save_result(result, args)
+        if saved[1]:
+            save_result(*saved, result, args.save_detailed)
     except ValueError as error:
         print(f"bench.py: error: {error}", file=sys.stderr)
         return 2
@@ -332,15 +335,14 @@ DETAILED = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "latenc
             "errors")
 
 
-def save_result(result: dict, args) -> None:
+def save_result(option: str, path, result: dict, detailed: bool) -> None:
     """One JSON object; vLLM leaves the lists out without --save-detailed, too."""
-    path = args.result_filename or (f"{result['backend']}-{args.request_rate}qps-{pathlib.Path(args.model).name}-"
-                                    f"{result['date']}.json")
-    kept = {key: value for key, value in result.items() if args.save_detailed or key not in DETAILED}
-    with naming("--result-filename", path):
+    kept = {key: value for key, value in result.items() if detailed or key not in DETAILED}
+    with naming(option, path):
         pathlib.Path(path).write_text(json.dumps(kept) + "\n", encoding="utf-8")
     print(f"written: {path}")
 
 
 if __name__ == "__main__":
+    end_quietly()
     sys.exit(main())

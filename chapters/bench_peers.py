@@ -17,6 +17,7 @@ vLLM gets what its CPU guide recommends: tcmalloc and Intel's OpenMP preloaded w
 """
 import argparse
 import glob
+import importlib.util
 import itertools
 import json
 import os
@@ -346,6 +347,8 @@ def main():
     elif args.budget:
         budget(args)
     else:
+        if not importlib.util.find_spec("transformers"):
+            parser.error("transformers is not installed: make test, or pip install -r requirements-test.txt")
         print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {args.threads} threads, "
               f"Python {platform.python_version()}")
         report(compare(args))

@@ -24,6 +24,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 import bench  # noqa: E402
 from ledger import (CALIBRATED_H100, Calibration, Cost, Hardware, Ledger, ModelShape,  # noqa: E402
                     SimulatedEngine, work_of)
+from options import end_quietly  # noqa: E402
 
 # The measurement's name -> ours.
 MEASURED = {"attn_pre_proj": "qkv_proj", "attn_post_proj": "o_proj", "mlp_up_proj": "gate_up_proj",
@@ -210,6 +211,7 @@ def print_fit():
 
 
 if __name__ == "__main__":
+    end_quietly()
     argparse.ArgumentParser(description=reality_check.__doc__.split("\n")[0]).parse_args()      # it has no options
     measured, simulated, steps, simulated_steps = reality_check()
     print(f"measured {measured:.3f} s of CPU in {steps} steps, simulated {simulated:.3f} s in {simulated_steps}: "

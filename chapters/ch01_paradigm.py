@@ -35,6 +35,7 @@ from ledger import OUTPUT, QUESTION, SYSTEM, Ledger, ModelShape, SimulatedEngine
 from metrics import summarize  # noqa: E402
 from model import ForwardBatch  # noqa: E402
 from nano_serve import EMBEDDED_MODEL, LLM, EngineArgs  # noqa: E402
+from options import end_quietly  # noqa: E402
 from scheduler import SchedulerConfig  # noqa: E402
 from show import LineChart, Timeline  # noqa: E402
 
@@ -43,6 +44,7 @@ BIG = Ledger()                                                               # L
 TINY = Ledger(ModelShape.from_config(EMBEDDED_MODEL), tp=1, dtype_bytes=4)   # fp32 on one rank
 
 if __name__ == "__main__":
+    end_quietly()
     page = Page(__doc__)
 
 
@@ -120,9 +122,12 @@ if __name__ == "__main__":
 # %% 2. Prefill and decode
 # From here on one rank: eight ranks on two cores take turns, and their times would be the operating system's.
 
-def three_steps(prompt, decodes=16):
-    """A prefill, some decodes, then a step that holds both. Returns ({what: shape} of each of the three, seconds of the
-    prefill, median seconds of a decode)."""
+DECODES = 16      # the time of one is their median
+
+
+def three_steps(prompt, decodes=DECODES):
+    """A prefill, some decodes, then a step that holds both. Returns ({what: shape} of the prefill, of the first decode
+    and of the last step, seconds of the prefill, median seconds of a decode)."""
     with LLM(enable_prefix_caching=False, max_num_batched_tokens=PROMPT) as llm, watched(llm.engine) as seen:
         llm.engine.add_request("a", prompt, greedy(OUTPUT))
         for _ in range(1 + decodes):
@@ -181,9 +186,13 @@ if __name__ == "__main__":
     whats = "input_ids", "Q", "K", "V", "KV slots written", "KV positions read", "logits"
     page.table("Three real steps", ["", "prefill", "decode", "decode + prefill"],
                [(what, *[step[what] for step in shapes]) for what in whats], "ch01_shapes")
-    page.say("""Q is [N, H, d], K and V are [N, Hkv, d]. A decode is a prefill with N = 1; and as the last column
+    (read,) = shapes[2]["KV positions read"]
+    page.say(f"""Q is [N, H, d], K and V are [N, Hkv, d]. A decode is a prefill with N = 1; and as the last column
         shows, the engine has no phases at all. It lays the tokens of all requests end to end, each request reads its
-        own history, and only its last position becomes logits.""")
+        own history, and only its last position becomes logits. The columns are the first step, the second, and the one
+        after {DECODES} decodes, in which a newcomer's prompt of {QUESTION} tokens is computed, too. There the first
+        request reads {read - QUESTION} positions, its prompt's and {read - QUESTION - PROMPT} of its answer; the
+        newcomer's {QUESTION} make that {read}.""")
     here = Ledger(TINY.model, calibrate.this_machine(), tp=1, dtype_bytes=4)
     asked, rows = {"here, prefill": (here, (0, PROMPT), prefill_seconds), "70B, prefill": (BIG, (0, PROMPT)),
                    "here, decode": (here, (PROMPT, 1), decode_seconds), "70B, decode": (BIG, (PROMPT, 1))}, []

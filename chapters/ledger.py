@@ -41,13 +41,14 @@ from typing import NamedTuple
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from rich import box  # noqa: E402
 from rich.console import Group  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import bench  # noqa: E402
 from kv_cache import KVCacheManager  # noqa: E402
 from metrics import parse_goodput, summarize  # noqa: E402
-from options import make_console, naming  # noqa: E402
+from options import check_folder, end_quietly, make_console, naming  # noqa: E402
 from scheduler import Request, Scheduler, SchedulerConfig  # noqa: E402
 from show import LineChart, save_svg  # noqa: E402
 
@@ -437,12 +438,16 @@ def feasible(results, slo):
 
 
 def sweep_pictures(results, slo):
-    """{name: picture}: the table, and throughput, ITL and TTFT over batch size with the region that the SLO leaves."""
+    """{name: picture}: the table, and throughput, ITL and TTFT over batch size with the region that the SLO leaves.
+    What else the SLO limits has a column of its own."""
     good, xs = feasible(results, slo), [r["batch"] for r in results]
     region = (good[0], good[-1], "within the SLO") if good else None
-    table = Table("batch", "tokens/s", "P50 ITL ms", "P99 ITL ms", "P50 TTFT ms", "P99 TTFT ms", "SLO")
+    shown = [(p, name) for name in ("itl", "ttft") for p in (50, 99)]
+    shown += [(99, name) for name in slo if name not in ("itl", "ttft")]
+    table = Table("batch", "tokens/s", *[f"P{p} {name.upper()} ms" for p, name in shown], "SLO",
+                  box=box.SIMPLE_HEAD, show_edge=False, padding=0)          # so that 80 columns hold all of them
     for r in results:
-        figures = [r["output_throughput"], *(r[f"p{p}_{name}_ms"] for name in ("itl", "ttft") for p in (50, 99))]
+        figures = [r["output_throughput"], *(r[f"p{p}_{name}_ms"] for p, name in shown)]
         table.add_row(str(r["batch"]), *[f"{figure:,.1f}" for figure in figures], "yes" if r["batch"] in good else "no")
 
     def chart(title, y_label, series, limit=None):
@@ -486,6 +491,8 @@ def main(argv=None):
                 table.add_row(*row)
             console.print(table)
             return 0
+        if args.save:
+            check_folder("--save", args.save)
         slo, caching = parse_goodput(args.slo, ("ttft", "tpot", "itl", "e2el")), args.enable_prefix_caching
         pictures = sweep_pictures(sweep(ledger, enable_prefix_caching=caching), slo)
         console.print(f"{title}, {SYSTEM} + {QUESTION} tokens in, {OUTPUT} out, simulated; "
@@ -502,4 +509,5 @@ def main(argv=None):
 if __name__ == "__main__":
     # calibrate.py imports this file as "ledger"; run that copy, so that there is one of each class.
     from ledger import main
+    end_quietly()
     sys.exit(main())

@@ -1,11 +1,12 @@
 """What the commands of this folder share: whatever is wrong with an option or a file is named, if possible beforehand.
 
-All of it raises ValueError (check_types: TypeError), and a command prints that as one line, `bench.py: error: …`, and
-exits with 2."""
+What checks raises ValueError (check_types: TypeError), and a command prints that as one line, `bench.py: error: …`, and
+exits with 2.  Who stops a command gets no traceback: end_quietly."""
 import contextlib
 import functools
 import os
 import sys
+import tempfile
 import typing
 
 from rich.console import Console
@@ -40,6 +41,13 @@ def check_writable(option: str, path) -> None:
             os.remove(path)
 
 
+def check_folder(option: str, path) -> None:
+    """That files can be written into the folder, which is made if it is not there yet."""
+    with naming(option, path):
+        os.makedirs(path, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+
+
 def check_types(thing):
     """The dataclass instance itself, if each field is what its class says: plain types, `X | None`, lists of those."""
     def fits(value, kind) -> bool:
@@ -51,6 +59,21 @@ def check_types(thing):
         if not fits(getattr(thing, name), kind):
             raise TypeError(f"{name} is {getattr(thing, name)!r}, must be {getattr(kind, '__name__', kind)}")
     return thing
+
+
+def end_quietly() -> None:
+    """For a script, before it does anything: Ctrl-C ends it with 130, a reader that has gone (`| head -1`) with 1.
+
+    A hook for what nobody has caught, since a walk-through has no function that one could put a `try` around."""
+    def hook(kind, error, trace):
+        if issubclass(kind, KeyboardInterrupt):
+            sys.exit(130)
+        if issubclass(kind, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())     # for what is still to be flushed
+            sys.exit(1)
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def make_console(**options) -> Console:

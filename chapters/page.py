@@ -28,12 +28,13 @@ from rich.rule import Rule  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
-from options import make_console  # noqa: E402
+from options import check_folder, make_console  # noqa: E402
 from scheduler import SamplingParams  # noqa: E402
 from show import save_svg  # noqa: E402
 
 RANKS = (1, 2, 4, 8, 16)    # that the tiny model can be cut into
 WIDTH = 100                 # as wide as prose should be; a narrower terminal decides for itself
+TABLES = 76                 # columns that the widest table takes
 
 
 def parse_args(doc, argv=None):
@@ -43,7 +44,13 @@ def parse_args(doc, argv=None):
                         help="tensor-parallel ranks of the running example's request [8]")
     parser.add_argument("--save", metavar="DIR", help="write the pictures and tables as SVG, too")
     parser.add_argument("--width", type=int, help=f"columns to use [the terminal's, at most {WIDTH}]")
-    return parser.parse_args([] if argv is None and "ipykernel" in sys.modules else argv)
+    args = parser.parse_args([] if argv is None and "ipykernel" in sys.modules else argv)
+    try:
+        if args.save:
+            check_folder("--save", args.save)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    return args
 
 
 class Page:
@@ -55,6 +62,8 @@ class Page:
         self.console.width = self.args.width or min(self.console.width, WIDTH)
         title, _, rest = doc.strip().partition("\n")
         self.print(Text(title, style="bold"), Text(rest))
+        if self.console.width < TABLES:
+            self.print("", Text(f"{self.console.width} columns cut tables short; --width {TABLES} shows them whole."))
 
     def print(self, *things):
         for thing in things:
@@ -84,9 +93,7 @@ class Page:
         """Print a picture; with --save also write DIR/name.svg."""
         self.print(picture, "")
         if name and self.args.save:
-            folder = pathlib.Path(self.args.save)
-            folder.mkdir(parents=True, exist_ok=True)
-            save_svg(picture, folder / f"{name}.svg")
+            save_svg(picture, pathlib.Path(self.args.save) / f"{name}.svg")
 
     def end(self, now_try):
         """What to change next, and how long this took."""
@@ -130,7 +137,7 @@ def running_example(llm):
     """The running example's prompt for the tiny model, as token ids: ledger.SYSTEM + ledger.QUESTION of them."""
     text = json.loads((HERE.parent / "models" / "running_example.json").read_text(encoding="utf-8"))
     messages = [{"role": "system", "content": text["system"]}, {"role": "user", "content": text["question"]}]
-    return llm.chat_prompt(messages)["prompt_token_ids"]
+    return llm.engine.tokenize({"messages": messages})[1]
 
 
 def greedy(max_tokens):

@@ -32,7 +32,7 @@ from rich.console import Console, Group  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
-from options import check_types, make_console, naming  # noqa: E402
+from options import check_types, end_quietly, make_console, naming  # noqa: E402
 from scheduler import RequestStep, StepRecord  # noqa: E402
 
 # What a request does in a step: letter, words, colour.  A cell for several steps shows the first that occurs in them.
@@ -118,6 +118,8 @@ class StepTable:
             columns = {name: columns[name] for name in ("step", "took ms", "requests", "tokens", "wait")}
         if options.max_width < 60:
             columns = {name: columns[name] for name in ("step", "requests", "tokens")}
+        if options.max_width < 30:
+            columns = {name: columns[name] for name in ("step", "requests")}
         table = Table(title="steps", title_justify="left", pad_edge=False)
         for name in columns:
             table.add_column(name, **({"ratio": 1, "overflow": "fold"} if name == "requests" else
@@ -154,8 +156,12 @@ class Timeline:
         steps, room = len(self.records), max(options.max_width - label - 1, 8)
         per = max(1, -(-steps // room))
         columns = -(-steps // per)
-        ruler = "".join(f"{self.records[i * per].step:<10}" for i in range(0, columns, 10))
-        yield Text(f"{'step':<{label}} " + ruler[:columns], style="dim", no_wrap=True)
+        ruler = ""
+        for i in range(0, columns, 10):
+            number = str(self.records[i * per].step)
+            if i + len(number) <= room:               # half of a number would be another one
+                ruler = ruler.ljust(i) + number
+        yield Text(f"{'step':<{label}} " + ruler, style="dim", no_wrap=True)
         for name in names:
             row = Text(f"{name[-label:]:<{label}} ", no_wrap=True)
             cells = [[letters[name].get(i) for i in range(start, min(start + per, steps))]
@@ -418,4 +424,5 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
+    end_quietly()
     sys.exit(main())

@@ -11,6 +11,7 @@ So with blocks of 16 tokens the system prompt fills exactly 125 blocks, and any 
 The text is a handbook that the little model has never seen as a whole, made of pieces it knows: rules, facts, a story.
 """
 
+import argparse
 import json
 import random
 import sys
@@ -69,6 +70,7 @@ def make_system(tokenizer: Tokenizer) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()      # it has no options
     tokenizer = Tokenizer.from_file(str(HERE / "tiny-llama3" / "tokenizer.json"))
     system = make_system(tokenizer)
     counts = len(system_ids(tokenizer, system)), len(question_ids(tokenizer, QUESTION))

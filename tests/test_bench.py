@@ -1,6 +1,7 @@
 """Metrics on scripted clocks with exact values, workloads, the send loop, the command."""
 import json
 import math
+import os
 import pathlib
 import random
 import subprocess
@@ -11,12 +12,13 @@ import numpy
 import pytest
 
 import bench
+import bench_peers
 import metrics
 import show
 from conftest import ROOT
 from bench import SampleRequest, arrival_times, file_requests, random_requests, run
 from metrics import RequestFuncOutput, is_good, parse_goodput, percentile, summarize, table
-from options import check_writable
+from options import check_folder, check_writable
 from scheduler import RequestRefused
 
 
@@ -336,6 +338,28 @@ def test_an_option_out_of_range_is_named_before_the_run(wrong, capsys, monkeypat
     assert option in shown.err and value in shown.err
 
 
+@pytest.mark.parametrize("filename, option", [([], "--save-result"),
+                                              (["--result-filename", "below/x"], "--result-filename")])
+def test_a_result_that_cannot_be_written_is_known_before_the_run(filename, option, tmp_path, capsys, monkeypatch):
+    """Here nothing can, since the working directory is gone; without --result-filename the file would be there."""
+    monkeypatch.setattr(bench, "run", lambda *args: pytest.fail("it ran"))
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert bench.main(["--simulate", "h100", "--model", "llama-3-8b", "--save-result", *filename]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and shown.err.count("\n") == 1
+    assert shown.err.startswith(f"bench.py: error: {option} ") and "No such file or directory" in shown.err
+
+
+def test_save_result_names_the_file_itself(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert bench.main(["--simulate", "h100", "--model", "llama-3-8b", "--num-prompts", "1", "--save-result"]) == 0
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"simulated-infqps-llama-3-8b-{json.loads(path.read_text())['date']}.json"
+    assert capsys.readouterr().out.endswith(f"written: {path.name}\n")
+
+
 def test_gaps_that_all_round_to_zero_are_refused():
     with pytest.raises(ValueError, match="--burstiness is 1e-300"):
         arrival_times(random_requests(3, 1, 1), 2.0, 1e-300)
@@ -355,6 +379,61 @@ def test_a_look_at_a_file_leaves_no_trace(tmp_path):
     old.write_text("kept")
     check_writable("--records", old), check_writable("--records", new)
     assert old.read_text() == "kept" and not new.exists()
+
+
+def test_a_look_at_a_folder_makes_it_and_leaves_nothing_in_it(tmp_path):
+    check_folder("--save", tmp_path / "new" / "one")
+    assert not list((tmp_path / "new" / "one").iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="--save .*/file/x: Not a directory"):
+        check_folder("--save", tmp_path / "file" / "x")
+
+
+STOPPED = """
+import argparse, runpy, sys
+def stop(*arguments):
+    raise KeyboardInterrupt
+argparse.ArgumentParser.parse_args = stop
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("script", ["bench.py", "ledger.py", "show.py", "calibrate.py", "bench_kernels.py",
+                                    "ch01_paradigm.py", "exercises/grade.py"])
+def test_ctrl_c_ends_a_command_quietly(script):
+    """As a command looks at its options; it is nowhere more than a KeyboardInterrupt that nobody catches."""
+    done = subprocess.run([sys.executable, "-c", STOPPED, ROOT / "chapters" / script], capture_output=True, text=True,
+                          timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("command", ["kernels.py", "chapters/bench.py --simulate h100 --model llama-3-8b",
+                                     "chapters/exercises/grade.py 1"])
+def test_a_reader_that_has_gone_ends_a_command_quietly(command):
+    """`| head -1`, at the first thing that is printed."""
+    script, *arguments = command.split()
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-u", ROOT / script, *arguments], stdout=writer, stderr=subprocess.PIPE,
+                          text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_any_other_exception_still_has_its_traceback():
+    done = subprocess.run([sys.executable, "-c", "import options; options.end_quietly(); 1 / 0"], cwd=ROOT / "chapters",
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("Traceback") and "ZeroDivisionError" in done.stderr
+
+
+def test_the_peers_say_that_transformers_is_missing(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)       # as if it were not installed
+    monkeypatch.setattr(bench_peers, "compare", lambda args: pytest.fail("it ran"))
+    monkeypatch.setattr(sys, "argv", ["bench_peers.py", "--model", str(ROOT / "models" / "tiny-llama3")])
+    with pytest.raises(SystemExit, match="2"):
+        bench_peers.main()
+    error = capsys.readouterr().err
+    assert "transformers is not installed" in error and "requirements-test.txt" in error
 
 
 @pytest.mark.parametrize("command,said", [

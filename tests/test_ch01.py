@@ -257,6 +257,23 @@ def test_a_page_keeps_to_its_width(width, tmp_path):
     assert page.args.tp == 8 and greedy(3).max_tokens == 3
 
 
+def test_a_folder_that_cannot_be_written_is_named_before_the_walk_through(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "x"
+    with pytest.raises(SystemExit, match="2"):
+        Page("Title\n\nText\n", ["--save", str(path)])
+    shown = capsys.readouterr()
+    assert not shown.out and shown.err.endswith(f": error: --save {path}: Not a directory\n")
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("width, hint", [(20, True), (75, True), (76, False), (100, False)])
+def test_a_page_too_narrow_for_its_tables_says_so(width, hint):
+    out = io.StringIO()
+    Page("Title\n\nText\n", ["--width", str(width)], out)
+    assert ("--width 76" in out.getvalue()) == hint
+
+
 @pytest.mark.parametrize("tp", range(-1, 33))
 def test_a_page_takes_the_ranks_that_the_tiny_model_has_room_for(tp):
     def works(function, *arguments):
@@ -275,6 +292,13 @@ def test_the_whole_chapter_runs(tmp_path):
     result = subprocess.run([sys.executable, str(script), "--tp", "1", "--save", str(tmp_path), "--width", "80"],
                             cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=360)
     assert result.returncode == 0, result.stderr[-2000:]
+    words = " ".join(result.stdout.split())
+    (read,) = re.findall(r"KV positions read \[2050\] \[2051\] \[(\d+)\]", words)
+    first, answer, newcomer, total = re.search(
+        r"the first request reads (\d+) positions, its prompt's and (\d+) of its answer; "
+        r"the newcomer's (\d+) make that (\d+)", words).groups()
+    assert read == total and int(first) + int(newcomer) == int(total) and PROMPT + int(answer) == int(first)
+    assert f"after {int(answer) - 1} decodes" in words, "its own step computes one more"
     pictures = {path.name for path in tmp_path.glob("*.svg")}
     wanted = set(re.findall(r'"(ch01_\w+)"', script.read_text(encoding="utf-8")))
     assert {f"{name}.svg" for name in wanted} <= pictures and len(pictures) > len(wanted)

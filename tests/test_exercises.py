@@ -274,3 +274,18 @@ def test_ch01_solutions_agree_with_the_walk_throughs_engine():
     steps = answers.continuous_batching([(chr(ord("a") + i), 0, n) for i, (_, n) in enumerate(lengths)], ch01.SEATS)
     seen = ["".join(sorted("".join(column).lower().replace(" ", ""))) for column in zip(*continuous.seats)]
     assert ["".join(sorted(step)) for step in steps] == seen
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="no make here")
+@pytest.mark.parametrize("code, ends", [(0, 0), (1, 0), (2, 2), (130, 2)])
+def test_make_grade_takes_an_unsolved_task_for_no_error(code, ends, tmp_path):
+    """A python that exits with the chapter's number: 1 is the grader's "not all solved"."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / ".venv" / ".run").touch()
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/sh\nexit "$2"\n')
+    python.chmod(0o755)
+    done = subprocess.run(["make", "-f", ROOT / "Makefile", "grade", f"CH={code}"], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=60, env={"PATH": os.environ["PATH"]})     # without the MAKEFLAGS around us
+    assert done.returncode == ends and bool(done.stderr) == bool(ends), done.stderr

@@ -1,4 +1,5 @@
 """The ledger: the running example's exact values, the estimate against what was measured, the simulator."""
+import io
 import json
 import math
 import statistics
@@ -8,6 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 import bench
 import calibrate as C
@@ -337,6 +339,22 @@ def test_feasible_region():
     assert L.sweep_pictures(SWEEP, {"ttft": 0.001})["ttft"].region is None
 
 
+def test_the_table_shows_what_the_slo_judges():
+    def heads(slo):
+        return [column.header for column in L.sweep_pictures(SWEEP, slo)["sweep"].columns]
+    usual = ["batch", "tokens/s", "P50 ITL ms", "P99 ITL ms", "P50 TTFT ms", "P99 TTFT ms", "SLO"]
+    assert heads({"itl": 25, "ttft": 500}) == heads({}) == usual
+    assert heads({"ttft": 5000, "tpot": 20}) == [*usual[:-1], "P99 TPOT ms", "SLO"]
+    slo, out = {"e2el": 1e5, "tpot": 20}, io.StringIO()
+    Console(file=out, width=80).print(L.sweep_pictures(SWEEP, slo)["sweep"])
+    shown, rows = out.getvalue(), [line.split() for line in out.getvalue().splitlines()]
+    assert "…" not in shown, "80 columns hold all of it"
+    for result in SWEEP:
+        (row,) = [row for row in rows if row[0] == str(result["batch"])]
+        assert row[-3:] == [f"{result['p99_e2el_ms']:,.1f}", f"{result['p99_tpot_ms']:,.1f}",
+                            "yes" if result["p99_tpot_ms"] <= 20 else "no"]
+
+
 def test_prefix_caching_lowers_ttft():
     without = L.sweep(LEDGER_70B, batches=(4,), enable_prefix_caching=False)[0]
     assert without["median_ttft_ms"] > 3 * SWEEP[1]["median_ttft_ms"] and without["cached_tokens"] == 0
@@ -363,7 +381,7 @@ def test_commands(tmp_path, capsys):
     ("-tp 0", "--tensor-parallel-size is 0, must be at least 1"), ("-tp -1", "--tensor-parallel-size is -1"),
     ("-tp 3", "divide 64 heads"), ("--sweep --save /proc/x", "--save /proc/x: ")])
 def test_commands_refuse(argv, said, capsys, monkeypatch):
-    monkeypatch.setattr(L, "sweep", lambda ledger, **options: SWEEP)
+    monkeypatch.setattr(L, "sweep", lambda ledger, **options: pytest.fail("it ran"))
     assert L.main(argv.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("ledger.py: error: ") and said in error and error.count("\n") == 1

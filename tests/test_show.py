@@ -82,7 +82,17 @@ def test_timeline_shares_columns_and_names_what_it_hides():
     assert "and 60 requests more" in render(Timeline(long_run(3, 100)))
 
 
-@pytest.mark.parametrize("width", [30, 50, 80, 160])
+@pytest.mark.parametrize("steps", [1, 10, 11, 101, 181, 301])
+def test_no_number_of_the_ruler_is_cut(steps):
+    for width in range(20, 100):
+        ruler = render(Timeline(long_run(steps, 1)), width).splitlines()[0].removeprefix("step ")
+        per = -(-steps // (width - 5))
+        assert all(int(number) == 10 * i * per for i, number in enumerate(ruler.split())), (width, ruler)
+        assert all(ruler[10 * i] == number[0] for i, number in enumerate(ruler.split()))
+    assert render(Timeline(long_run(301, 1)), 80).splitlines()[0].split()[-2:] == ["250", "300"], "there is room for it"
+
+
+@pytest.mark.parametrize("width", [20, 30, 50, 80, 160])
 def test_no_line_is_wider_than_the_console(width):
     manager = KVCacheManager(64, 4)
     pictures = [StepTable(SCRIPT), Timeline(SCRIPT), Timeline(long_run()), BlockMap(manager),
@@ -100,6 +110,8 @@ def test_step_table():
     assert "a d 4, b C 2→4 (1 block hit)" in wide and "a preempted" in wide and "a done, b done" in wide
     assert "free blocks" in wide and "5/9" in wide and "free blocks" not in narrow
     assert "a preempted" in narrow and "b d 6" in narrow, "a narrow table still says who did what"
+    narrowest = "".join(render(StepTable(SCRIPT), 20).split())
+    assert "tokens" not in narrowest and "bd5" in narrowest, "it still does in 20 columns"
     many = render(StepTable(long_run(100, 12)), 100)
     assert "12 decodes" in many and "60 steps more" in many and len(many.splitlines()) < 60
 

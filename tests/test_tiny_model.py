@@ -105,6 +105,15 @@ def test_running_example_has_2000_and_50_tokens(tokenizer):
     assert len(first) == 2000 and len(whole) == 2050 and whole[:2000] == first
 
 
+@pytest.mark.parametrize("option, code", [("--help", "0"), ("--hlep", "2")])
+def test_running_example_writes_nothing_when_asked_for_help(option, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(running_example, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["running_example.py", option])
+    with pytest.raises(SystemExit, match=code):
+        running_example.main()
+    assert "usage: running_example.py" in "".join(capsys.readouterr()) and not list(tmp_path.iterdir())
+
+
 # -- the training text ------------------------------------------------------------------------------------------------
 
 def test_generator_is_deterministic():

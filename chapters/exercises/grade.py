@@ -2,7 +2,7 @@
 
     make grade CH=1                                    the five tasks of chapter 1
     python chapters/exercises/grade.py 1 --task 2      one of them
-    python -m pytest chapters/exercises                all chapters, as tests
+    python -m pytest chapters/exercises                all chapters, as tests (make test installs pytest)
 
 A chapter is a folder of four files; a new one only adds its folder, and nothing here changes:
 
@@ -285,4 +285,6 @@ def main(argv=None) -> int:
 
 if __name__ == "__main__":
     import grade as itself      # under the name by which the chapters' files import it: one module, not two
+    from options import end_quietly
+    end_quietly()
     sys.exit(itself.main())

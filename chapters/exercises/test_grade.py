@@ -1,4 +1,5 @@
 """Your answers as tests, for those who like pytest better than `make grade`: python -m pytest chapters/exercises
+(`make test` or `pip install -r requirements-test.txt` installs it.)
 
 Not part of the project's own suite, which must not depend on what has been solved; that is tests/test_exercises.py."""
 import pytest
