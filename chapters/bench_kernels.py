@@ -17,12 +17,14 @@ from types import SimpleNamespace
 
 if __name__ == "__main__" and "--bench" not in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"               # before kernels is imported: @jit looks as it decorates
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import torch
 import torch.nn.functional as F
 
 import kernels
+from options import end_quietly
 
 GOALS = {"decode": 0.80, "prefill": 0.60, "norm": 0.85}          # shares of the yardstick; the others have none
 
@@ -221,6 +223,10 @@ def bench(dtype=torch.bfloat16):
 
 
 if __name__ == "__main__":
+    end_quietly()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--bench", action="store_true", help="measure on a GPU instead of comparing on the CPU")
-    bench() if parser.parse_args().bench else demo()
+    args = parser.parse_args()
+    if kernels.triton is None:
+        parser.error("Triton can't be imported. On Linux: pip install triton numpy (its interpreter needs the latter)")
+    bench() if args.bench else demo()

@@ -167,6 +167,14 @@ def test_bench_says_that_there_is_no_gpu():
     assert code == 1 and "no GPU" in output
 
 
+def test_demo_names_what_is_not_installed(tmp_path):
+    """Under its interpreter Triton imports NumPy; without either the kernels are not there."""
+    (tmp_path / "triton.py").write_text("raise ModuleNotFoundError('as if it, or NumPy, were not installed')")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    process = subprocess.run([sys.executable, "kernels.py"], cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 2 and "pip install triton numpy" in process.stderr and "Traceback" not in process.stderr, process.stderr
+
+
 @pytest.mark.slow
 def test_demo():
     code, output = run("kernels.py")
