@@ -327,6 +327,7 @@ def test_parameters_that_do_not_fit_the_model_cost_only_their_request(llm, param
     with pytest.warns(UserWarning, match=message):
         outputs = llm.generate(["a", "a"], [SamplingParams(max_tokens=2, **GREEDY), SamplingParams(**params)])
     assert texts(outputs) == ["bc", ""] and outputs[1].outputs[0].finish_reason == "error"
+    assert outputs[1].prompt == "a" and outputs[1].error
     assert ask(llm, "a", stop_token_ids=[258], logprobs=259, max_tokens=1)[0].error is None
 
 
