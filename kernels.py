@@ -212,7 +212,6 @@ class RowTile(NamedTuple):
     n_keys: int
     clear: int
     mask: torch.Tensor | None        # 0 or -inf; [n, 1, 1, 1, n_keys - clear] of decodes, [m, 1, m] of a chunk; or None
-    scores: torch.Tensor             # [n * Hkv, m * G, n_keys], memory for the scores
 
 
 class Gather(NamedTuple):
@@ -223,7 +222,8 @@ class Gather(NamedTuple):
     # Memory for what is gathered: a fresh tensor in each layer would cost a page fault for every 4 KiB of it.
     k: torch.Tensor                  # [n * Hkv * L, d]
     v: torch.Tensor | None           # the same; None where n > 1: there `bags` tell where the values lie
-    tiles: list
+    scores: torch.Tensor             # of the largest tile, [n * H * m * n_keys]
+    tiles: list[RowTile]
 
 
 SCORE_BYTES = 4 << 20                # of a chunk's tile: larger ones no longer stay in a CPU's caches
@@ -245,18 +245,19 @@ def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables
         plan = gather_plan(query_start_loc, seq_lens, block_tables, k_cache, H)
     keys, values = k_cache.view(-1, d), v_cache.view(-1, d)                              # [N*bs*Hkv, d]
     out = q.new_zeros(T, H, d)
-    for n, index, bags, k, v, tiles in plan:
+    for n, index, bags, k, v, room, tiles in plan:
         k = torch.index_select(keys, 0, index, out=k).view(n * Hkv, -1, d)               # [n*Hkv, L, d]
         if bags is None:
             v = torch.index_select(values, 0, index, out=v).view(n * Hkv, -1, d)         # [n*Hkv, L, d]
-        for rows, m, n_keys, clear, mask, scores in tiles:
+        for rows, m, n_keys, clear, mask in tiles:
             # The G = H / Hkv query heads that share a KV head (GQA) are rows of it: each key is read once for all G.
             x = (q[rows] * scale).to(k.dtype).view(n, m, Hkv, H // Hkv, d)               # [n, m, Hkv, G, d]
             x = x.transpose(1, 2).reshape(n * Hkv, -1, d)                                # [n*Hkv, m*G, d]
             if n * m == 1:          # nothing is hidden from a row alone, and for so little one fused call is faster
                 x = F.scaled_dot_product_attention(x[None], k[None, :, :n_keys], v[None, :, :n_keys], scale=1.0)
             else:
-                torch.bmm(x, k[:, :n_keys].transpose(1, 2), out=scores)                  # [n*Hkv, m*G, n_keys]
+                scores = room[:n * H * m * n_keys].view(n * Hkv, -1, n_keys)             # [n*Hkv, m*G, n_keys]
+                torch.bmm(x, k[:, :n_keys].transpose(1, 2), out=scores)
                 if mask is not None:
                     scores.view(n, Hkv, m, -1, n_keys)[..., clear:] += mask             # [n, Hkv, m, G, n_keys-clear]
                 p = torch.softmax(scores, -1, out=scores)                                # [n*Hkv, m*G, n_keys]
@@ -288,19 +289,17 @@ def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, was
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
 
     def add(block_tables, positions, tiles):
-        """positions [n, L]; a tile comes as (rows, m, n_keys, clear, mask)."""
+        """block_tables [n, B] and positions [n, L] of n sequences, and the tiles of their rows."""
         n = len(block_tables)
         index = (slots_of(block_tables, positions, block_size)[:, None] * Hkv + heads).flatten()     # [n * Hkv * L]
-        room = k_cache.new_empty(n * num_heads * max(m * n_keys for _, m, n_keys, _, _ in tiles))  # used in turns
-        tiles = [RowTile(rows, m, n_keys, clear, mask, room[:n * num_heads * m * n_keys].view(n * Hkv, -1, n_keys))
-                 for rows, m, n_keys, clear, mask in tiles]
         k = k_cache.new_empty(len(index), d)
+        scores = k_cache.new_empty(n * num_heads * max(tile.m * tile.n_keys for tile in tiles))
         bags = v = None
         if n == 1:
             v = torch.empty_like(k)
         else:
             bags = index.view(n, Hkv, 1, -1).expand(-1, -1, num_heads // Hkv, -1).reshape(n * num_heads, -1).int()
-        plan.append(Gather(n, index, bags, k, v, tiles))
+        plan.append(Gather(n, index, bags, k, v, scores, tiles))
 
     for s, L in enumerate(lens):
         start, q_len = starts[s], starts[s + 1] - starts[s]
@@ -312,7 +311,7 @@ def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, was
             tiles = []
             for a in range(0, q_len, most):
                 m, clear = min(most, q_len - a), L - q_len + a     # rows, and the position of the first of them
-                tiles.append((slice(start + a, start + a + m), m, clear + m, clear, triangle[:m, None, :m]))
+                tiles.append(RowTile(slice(start + a, start + a + m), m, clear + m, clear, triangle[:m, None, :m]))
             add(block_tables[s:s + 1], torch.arange(L, device=device)[None], tiles)
     decodes.sort()
     while decodes:
@@ -333,7 +332,7 @@ def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, was
         a, b = starts[bucket[0][0]], starts[bucket[-1][0]] + 1
         rows = slice(a, b) if b - a == n else query_start_loc[ids].long()
         # Beyond its own last key a sequence repeats that key's position; the mask removes the repeats.
-        add(block_tables[ids], torch.minimum(positions, lengths - 1), [(rows, 1, L, shortest, mask)])
+        add(block_tables[ids], torch.minimum(positions, lengths - 1), [RowTile(rows, 1, L, shortest, mask)])
     return plan
 
 
