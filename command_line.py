@@ -169,12 +169,12 @@ def chat_loop(llm, defaults, report):
             for _, reply in llm.stream([{"messages": messages}], defaults):
                 report.print(reply.outputs[0].delta, end="")
             report.print(f"error: {reply.error}" if reply.error else "")
+            code = 1 if reply.error else code
         except KeyboardInterrupt:                    # this answer only
             report.print(" (interrupted)")
         report.keep_steps(llm.engine)
         if reply is None or not reply.finished or reply.error:
             messages.pop()                           # as if the question had not been asked
-            code = 1
             continue
         _write_line(report.output, answer_record(number, text, reply))
         messages.append({"role": "assistant", "content": reply.outputs[0].text})

@@ -255,7 +255,7 @@ def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables
             x = x.transpose(1, 2).reshape(n * Hkv, -1, d)                                # [n*Hkv, m*G, d]
             if n * m == 1:          # nothing is hidden from a row alone, and for so little one fused call is faster
                 x = F.scaled_dot_product_attention(x[None], k[None, :, :n_keys], v[None, :, :n_keys], scale=1.0)
-            else:
+            else:                   # one piece of memory in turn for the scores, the masked ones and their softmax
                 scores = room[:n * H * m * n_keys].view(n * Hkv, -1, n_keys)             # [n*Hkv, m*G, n_keys]
                 torch.bmm(x, k[:, :n_keys].transpose(1, 2), out=scores)
                 if mask is not None:

@@ -320,12 +320,13 @@ class LLMEngine:
             request.finish_time = now
             del self._live[request.request_id]
         text = detokenizer.text[:detokenizer.shown]
-        error = "the model's logits are not finite (NaN or inf); try --dtype float32 or bfloat16"
+        error = None
+        if token_id is None:
+            error = "the model's logits are not finite (NaN or inf); try --dtype float32 or bfloat16"
         answer = CompletionOutput(0, text, list(request.output_token_ids), text[shown:],
                                   live.logprobs and list(live.logprobs), request.finish_reason, request.stop_reason)
         return RequestOutput(request.request_id, live.prompt, request.prompt_token_ids, [answer],
-                             request.finish_reason is not None, RequestMetrics(request),
-                             error if token_id is None else None)
+                             request.finish_reason is not None, RequestMetrics(request), error)
 
     def _logprobs(self, logits, ends, sampled):
         """{request id: [(token id, logprob, rank)]} for those who asked; the others cost nothing."""

@@ -13,7 +13,7 @@ from conftest import ROOT
 from ledger import QUESTION, SYSTEM, Ledger, SimulatedEngine, intensity, work_of
 from model import LlamaConfig
 from nano_serve import LLM
-from page import Page, Seats, greedy, parse_args, running_example, si, watched
+from page import TABLES, Page, Seats, greedy, parse_args, running_example, si, watched
 from scheduler import SchedulerConfig
 
 PROMPT = SYSTEM + QUESTION
@@ -267,11 +267,11 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_walk_through(tmp_pa
     assert shown.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("width, hint", [(20, True), (75, True), (76, False), (100, False)])
+@pytest.mark.parametrize("width, hint", [(20, True), (TABLES - 1, True), (TABLES, False), (100, False)])
 def test_a_page_too_narrow_for_its_tables_says_so(width, hint):
     out = io.StringIO()
     Page("Title\n\nText\n", ["--width", str(width)], out)
-    assert ("--width 76" in out.getvalue()) == hint
+    assert (f"--width {TABLES}" in out.getvalue()) == hint
 
 
 @pytest.mark.parametrize("tp", range(-1, 33))
@@ -289,9 +289,10 @@ def test_a_page_takes_the_ranks_that_the_tiny_model_has_room_for(tp):
 def test_the_whole_chapter_runs(tmp_path):
     """As a reader runs it, offline and in a terminal of 80 columns."""
     script = pathlib.Path(ch01.__file__)
-    result = subprocess.run([sys.executable, str(script), "--tp", "1", "--save", str(tmp_path), "--width", "80"],
+    result = subprocess.run([sys.executable, str(script), "--tp", "1", "--save", str(tmp_path), "--width", str(TABLES)],
                             cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=360)
     assert result.returncode == 0, result.stderr[-2000:]
+    assert "…" not in result.stdout, "a table is cut short"
     words = " ".join(result.stdout.split())
     (read,) = re.findall(r"KV positions read \[2050\] \[2051\] \[(\d+)\]", words)
     first, answer, newcomer, total = re.search(

@@ -521,7 +521,8 @@ def test_a_long_prompt_is_not_shown_whole(capsys, parrot):
     assert code == 1 and "y" * 500 + " …" in out and "y" * 501 not in out and "--max-model-len" in out
 
 
-def test_ctrl_c_in_a_conversation_ends_the_answer_and_at_the_prompt_the_program(capsys, monkeypatch, parrot):
+@pytest.mark.parametrize("end, code", [([KeyboardInterrupt()], 130), ([], 0)], ids=str)
+def test_ctrl_c_in_a_conversation_ends_the_answer_and_at_the_prompt_the_program(capsys, monkeypatch, parrot, end, code):
     from nano_serve import LLMEngine
     step, calls = LLMEngine.step, []
 
@@ -531,9 +532,9 @@ def test_ctrl_c_in_a_conversation_ends_the_answer_and_at_the_prompt_the_program(
             raise KeyboardInterrupt
         return step(engine)
     monkeypatch.setattr(LLMEngine, "step", interrupted)
-    feed_input(monkeypatch, "a", "x", KeyboardInterrupt())
-    code, out, err = cli(capsys, *cheap(parrot), "--chat")
-    assert code == 130 and err == "" and out.splitlines()[1:] == ["you> a", "bc (interrupted)", "you> x", "yz"]
+    feed_input(monkeypatch, "a", "x", *end)
+    found, out, err = cli(capsys, *cheap(parrot), "--chat")
+    assert found == code and err == "" and out.splitlines()[1:] == ["you> a", "bc (interrupted)", "you> x", "yz"]
 
 
 # -- In processes of their own --------------------------------------------------------------------------------------------------
