@@ -1,4 +1,4 @@
-"""The command line (chapters 1 and 2): `python nano_serve.py`. Questions in, answers out, each step on the record.
+"""The command line (chapter 3): `python nano_serve.py`. Questions in, answers out, each step on the record.
 
 Promises  a line, a question or an option that is wrong costs only itself and is named; Ctrl-C keeps what is finished
           (exit code 130); where stdout is no terminal, it is plain text.
@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from model import DTYPES, LlamaConfig, find_checkpoint, padded_vocab, param_shapes
+from checkpoint import DTYPES, LlamaConfig, find_checkpoint, param_shapes
 from nano_serve import LLM, EngineArgs, ended_output
-from scheduler import SamplingParams
+from request import SamplingParams
 from worker import WorkerError
 
 
@@ -308,7 +308,7 @@ def shard_report(config, size, dtype=None):
     kv_heads, message = max(c.num_key_value_heads // size, 1), c.hidden_size * b
     collectives = [("all-reduce after embed_tokens", 1, message), ("all-reduce after o_proj", L, message),
                    ("all-reduce after down_proj", L, message),
-                   ("gather of the logits", 1, padded_vocab(c, size) // size * b)]
+                   ("gather of the logits", 1, c.padded_vocab(size) // size * b)]
     return {"size": size, "weights": weights, "weight_bytes": sum(w["bytes"] for w in weights), "kv_heads": kv_heads,
             "kv_replicas": kv_heads * size // c.num_key_value_heads,
             "kv_bytes_per_token": 2 * L * kv_heads * c.head_dim * b,

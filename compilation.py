@@ -108,7 +108,7 @@ class Matrix(NamedTuple):
 
     @classmethod
     def of(cls, weights):
-        """weights: a model.Weights, before its matrix is packed away."""
+        """weights: a model.Linear, before its matrix is packed away."""
         out, n_in = weights.weight.shape
         padded = F.pad(weights.weight, (0, 0, 0, -out % COLUMNS))
         return cls(padded.view(-1, COLUMNS, n_in).transpose(1, 2).contiguous(), weights.bias, out)

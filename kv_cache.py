@@ -1,4 +1,4 @@
-"""Where K and V live (chapter 4, "KV Cache": 分页, 前缀缓存, 淘汰): block bookkeeping first, then the tensors themselves.
+"""Where K and V live (chapter 5, "KV Cache": 分页, 前缀缓存, 淘汰): block bookkeeping first, then the tensors themselves.
 
 vLLM files mirrored: v1/core/kv_cache_utils.py (block, free list, block hash), v1/core/block_pool.py,
 v1/core/kv_cache_manager.py, v1/core/single_type_kv_cache_manager.py (the full-attention case) and
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Iterable, Sequence
 if TYPE_CHECKING:
     import torch
 
-    from scheduler import Request
+    from request import Request
 
 # The parent of a sequence's first block. vLLM draws it at random so that hashes cannot be guessed across users; a fixed
 # value keeps runs repeatable here, and sha256 still makes two different prefixes with one name impossible in practice.

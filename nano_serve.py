@@ -1,9 +1,9 @@
-"""The engine and its front door (chapters 1 and 2): requests in, steps until they are done, text out.
+"""The engine and its front door (chapter 3): requests in, steps until they are done, text out.
 
 Mirrors   vLLM: v1/engine/llm_engine.py:48 LLMEngine, v1/engine/core.py:584 EngineCore.step, entrypoints/llm.py:67 LLM
 Promises  in fp32, and up to a tie of two logits, every request's text is what it would be alone, whoever shares its
           steps; a request that can't run is refused alone.
-Leaves out async scheduling, LoRA, multimodal input, speculative decoding; the HTTP server is chapter 10's.
+Leaves out async scheduling, LoRA, multimodal input, speculative decoding; an HTTP server.
 Order     1 EngineArgs: every option once.  2 What comes back.  3 LLMEngine: the step loop, the heart of this file.
           4 LLM: the offline API.
 Beside it text.py (text in and out), worker.py (the processes that compute), command_line.py (`python nano_serve.py`).
@@ -26,9 +26,12 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import DTYPES, LlamaConfig, auto_dtype, find_checkpoint, param_shapes
 from kv_cache import KVCache, KVCacheManager
-from model import (DTYPES, ForwardBatch, LlamaConfig, auto_dtype, find_checkpoint, param_shapes, sample, top_logprobs)
-from scheduler import Request, RequestRefused, SamplingParams, Scheduler, SchedulerConfig, check_invariants
+from model import ForwardBatch
+from request import Request, RequestMetrics, RequestRefused, SamplingParams
+from sampling import sample, top_logprobs
+from scheduler import Scheduler, SchedulerConfig, check_invariants
 from text import Detokenizer, TextCodec
 from worker import make_executor
 
@@ -78,33 +81,6 @@ class Logprob:
     logprob: float                 # ln of the probability, by the logits before temperature, penalties and cuts
     rank: int                      # 1: the likeliest
     decoded_token: str
-
-
-class RequestMetrics:
-    """One request's times, in seconds on the engine's clock; None where the moment hasn't come. Durations as
-    `vllm bench serve` has them.
-
-    Example: arrival 0, tokens at 0.20, 0.25, 0.35  →  ttft 0.20, itls [0.05, 0.10], tpot 0.075, e2e 0.35.
-    vLLM: v1/metrics/stats.py:218 RequestStateStats
-    """
-
-    def __init__(self, request):
-        self.arrival_time, self.first_scheduled_time = request.arrival_time, request.first_scheduled_time
-        self.token_times, self.finish_time = list(request.token_times), request.finish_time
-        self.num_preemptions, self.num_cached_tokens = request.num_preemptions, request.num_cached_tokens
-
-    first_token_time = property(lambda m: m.token_times[0] if m.token_times else None)
-    queue_time = property(lambda m: None if m.first_scheduled_time is None else m.first_scheduled_time - m.arrival_time,
-                          doc="From arrival to the first step that computes some of it.")
-    ttft = property(lambda m: m.token_times[0] - m.arrival_time if m.token_times else None,
-                    doc="Time to first token: arrival to first token, queueing and prefill included.")
-    itls = property(lambda m: [b - a for a, b in zip(m.token_times, m.token_times[1:])],
-                    doc="Inter-token latencies: every gap between one token and the next; n tokens have n - 1.")
-    tpot = property(lambda m: (m.token_times[-1] - m.token_times[0]) / (len(m.token_times) - 1)
-                    if len(m.token_times) > 1 else None,
-                    doc="Time per output token: the mean gap after the first token; None for a single token.")
-    e2e = property(lambda m: None if m.finish_time is None else m.finish_time - m.arrival_time,
-                   doc="Arrival to last token.")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Text in and out (chapter 1): prompts to token ids, token ids to text as they come.
+"""Text in and out (chapter 3): prompts to token ids, token ids to text as they come.
 
 Mirrors   vLLM: v1/engine/detokenizer.py:69 BaseIncrementalDetokenizer, v1/engine/detokenizer.py:310 check_stop_strings
 Promises  the pieces of text that a request shows, laid end to end, are the decode of all its tokens, cut at the stop
@@ -10,8 +10,8 @@ import time
 
 from tokenizers import Tokenizer
 
-from model import CheckpointError, _read_json
-from scheduler import RequestRefused
+from checkpoint import CheckpointError, read_json
+from request import RequestRefused
 
 
 class TextCodec:
@@ -28,7 +28,7 @@ class TextCodec:
         if self.tokenizer is not None:      # a file may bring settings made for training; a prompt isn't cut or padded
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
-        self.config = _read_json(config) if config.is_file() else {}
+        self.config = read_json(config) if config.is_file() else {}
         named = {k: v for k, v in self.config.items() if k.endswith("_token")}
         named = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
         self.special = {k: v for k, v in named.items() if isinstance(v, str)}

@@ -1,4 +1,4 @@
-"""Who computes (chapter 7): a worker is weights + its KV shard + "receive a ForwardBatch, run it".
+"""Who computes (chapter 8): a worker is weights + its KV shard + "receive a ForwardBatch, run it".
 
 Mirrors   vLLM: v1/executor/multiproc_executor.py:103 MultiprocExecutor, v1/worker/gpu_worker.py:128 Worker,
           vLLM: distributed/device_communicators/shm_broadcast.py:465 MessageQueue
@@ -33,7 +33,8 @@ import torch.multiprocessing as multiprocessing
 
 from compilation import CAPTURE_SIZES, CompiledDecode, DecodeGraphs, cuda_graph_recorder
 from kv_cache import KVCache
-from model import ForwardBatch, LlamaConfig, load_model
+from checkpoint import LlamaConfig, load_model
+from model import ForwardBatch
 
 
 class WorkerError(RuntimeError):

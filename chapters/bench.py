@@ -34,7 +34,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from metrics import METRICS, RequestFuncOutput, parse_goodput, parse_percentiles, summarize, table  # noqa: E402
 from options import check_at_least, check_writable, end_quietly, naming  # noqa: E402
-from scheduler import RequestRefused, SamplingParams  # noqa: E402
+from request import RequestRefused, SamplingParams  # noqa: E402
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Workloads

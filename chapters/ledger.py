@@ -49,7 +49,8 @@ import bench  # noqa: E402
 from kv_cache import KVCacheManager  # noqa: E402
 from metrics import parse_goodput, summarize  # noqa: E402
 from options import check_folder, end_quietly, make_console, naming  # noqa: E402
-from scheduler import Request, Scheduler, SchedulerConfig  # noqa: E402
+from request import Request  # noqa: E402
+from scheduler import Scheduler, SchedulerConfig  # noqa: E402
 from show import LineChart, save_svg  # noqa: E402
 
 

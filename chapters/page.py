@@ -29,7 +29,7 @@ from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
 from options import check_folder, make_console  # noqa: E402
-from scheduler import SamplingParams  # noqa: E402
+from request import SamplingParams  # noqa: E402
 from show import save_svg  # noqa: E402
 
 RANKS = (1, 2, 4, 8, 16)    # that the tiny model can be cut into

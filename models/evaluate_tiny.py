@@ -28,7 +28,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import kernels  # noqa: E402
 import tinytext  # noqa: E402
-from model import Llama, load_model  # noqa: E402
+from checkpoint import load_model  # noqa: E402
+from model import Llama  # noqa: E402
 from serving_qa import FACTS, held_out_questions  # noqa: E402
 from train_tiny import Rows, name_tokens, token_losses, validate  # noqa: E402
 

@@ -27,7 +27,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import kernels  # noqa: E402
 import tinytext  # noqa: E402
-from model import Llama, LlamaConfig, load_model, weight_plan  # noqa: E402
+from checkpoint import LlamaConfig, load_model, weight_plan  # noqa: E402
+from model import Llama  # noqa: E402
 
 TOKENS = 7_200_000               # the budget: tokens, not minutes, so that a slow machine makes the same model
 LENGTH, LONG_LENGTH = 320, 4096   # tokens a row: about two documents, or one long system prompt and a chat

@@ -19,7 +19,7 @@ from conftest import ROOT
 from bench import SampleRequest, arrival_times, file_requests, random_requests, run
 from metrics import RequestFuncOutput, is_good, parse_goodput, percentile, summarize, table
 from options import check_folder, check_writable
-from scheduler import RequestRefused
+from request import RequestRefused
 
 
 def output(*token_times, start=0.0, prompt_len=10, finish_reason="length", **more):

@@ -73,8 +73,8 @@ def test_operators_of_a_layer():
 def test_the_last_layer_computes_only_rows_that_make_logits(monkeypatch):
     """Of a prompt of 40 tokens in two chunks the first chunk makes no logits and the second one row of them. Up to its
     attention the last layer needs all rows (it writes their K and V), from there on those alone."""
-    rows, linear = [], model.linear
-    monkeypatch.setattr(model, "linear", lambda proj, x, **more: rows.append(len(x)) or linear(proj, x, **more))
+    rows, linear = [], model.Linear.forward
+    monkeypatch.setattr(model.Linear, "forward", lambda proj, x, **more: rows.append(len(x)) or linear(proj, x, **more))
     with LLM(EMBEDDED_MODEL, max_num_batched_tokens=32) as llm:
         llm.engine.add_request("0", list(range(100, 140)), SamplingParams(temperature=0, max_tokens=2))
         layers = llm.engine.config.num_hidden_layers

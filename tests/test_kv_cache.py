@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 import kv_cache
 from kv_cache import (NONE_HASH, BlockPool, FreeKVCacheBlockQueue, KVCache, KVCacheBlock, KVCacheManager, hash_block_tokens)
-from scheduler import Request, SamplingParams
+from request import Request, SamplingParams
 from test_scheduler import ROOT, count_calls
 
 

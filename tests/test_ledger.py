@@ -16,7 +16,8 @@ import calibrate as C
 import ledger as L
 from conftest import ROOT
 from ledger import HARDWARE, LLAMA_3_8B, Ledger, ModelShape, Op, Work, work_of
-from scheduler import SamplingParams, SchedulerConfig, check_invariants
+from request import SamplingParams
+from scheduler import SchedulerConfig, check_invariants
 
 LEDGER_70B = Ledger()
 MiB = 1 << 20

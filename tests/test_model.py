@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import kernels
+import checkpoint
 import model as M
 import toys
 from conftest import ROOT
 from kv_cache import KVCache
-from model import CheckpointError, ForwardBatch, LlamaConfig, load_model
+from checkpoint import CheckpointError, LlamaConfig, load_model
+from model import ForwardBatch
 from nano_serve import SamplingParams
 from toys import (BASE, BOS, EOS, EOT, LLAMA3_ROPE, TOYS, assert_same_ids, chain, copy_of, greedy, hf_logits, ids_of,
                   make_engine, make_toy, prompts_of, run, table_checkpoint, toy)
@@ -246,7 +248,7 @@ def test_configurations_that_are_refused(fields, words):
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_dtype_names(key, dtype):
     config = LlamaConfig.from_folder(copy_of(toy(), **{"dtype": ..., "torch_dtype": ..., key: dtype}))
-    assert M.auto_dtype(config, "cuda") == getattr(torch, dtype) and M.auto_dtype(config, "cpu") == torch.float32
+    assert checkpoint.auto_dtype(config, "cuda") == getattr(torch, dtype) and checkpoint.auto_dtype(config, "cpu") == torch.float32
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "\x00\x01", '"config"'])
@@ -498,21 +500,21 @@ def test_stored_rope_frequencies_are_ignored():
 
 
 def test_which_folder(monkeypatch, tmp_path):
-    assert M.find_checkpoint(str(toy())) == toy()
+    assert checkpoint.find_checkpoint(str(toy())) == toy()
     (tmp_path / "file").write_text("")
     for name in (tmp_path / "nothing", tmp_path / "file", "./a/b", "no-such-name", "a/b/c"):
         with pytest.raises(CheckpointError, match="no folder with a checkpoint"):
-            M.find_checkpoint(str(name))
+            checkpoint.find_checkpoint(str(name))
     import huggingface_hub
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **kw: asked.append(repo) or str(toy()))
-    assert M.find_checkpoint("owner/name") == toy() and asked == ["owner/name"]
+    assert checkpoint.find_checkpoint("owner/name") == toy() and asked == ["owner/name"]
 
     def offline(repo, **kw):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(CheckpointError, match="hf download owner/name"):
-        M.find_checkpoint("owner/name")
+        checkpoint.find_checkpoint("owner/name")
 
 
 # Runs in a process of its own. RssAnon is memory of the process itself: pages of the mapped file are not in it.
@@ -521,7 +523,7 @@ import sys, threading, time
 import torch
 torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[1])
-from model import load_model
+from checkpoint import load_model
 
 def anonymous():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * 1024

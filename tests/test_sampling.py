@@ -1,4 +1,4 @@
-"""Sampling (model.py, section 5): from logits to a token, and what may change it."""
+"""Sampling (sampling.py): from logits to a token, and what may change it."""
 import math
 
 import pytest
@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import model
-from model import likeliest, sample, top_logprobs, uniform
+import sampling
+from sampling import likeliest, sample, top_logprobs, uniform
 from nano_serve import LLM, SamplingParams
-from scheduler import Request
+from request import Request
 
 INF = math.inf
 
@@ -28,7 +28,7 @@ def request(prompt=(0,), outputs=(), eos=(), **params):
 def share(logits, monkeypatch, n=4096, **params):
     """The probabilities [V] with which ids are drawn from one row of logits, found by laying n evenly spaced uniform numbers
     through the draw: each is right to 1/n."""
-    monkeypatch.setattr(model, "uniform", lambda seed, index: (seed + 0.5) / n)
+    monkeypatch.setattr(sampling, "uniform", lambda seed, index: (seed + 0.5) / n)
     drawn = sample(torch.tensor(logits).float().expand(n, -1), [request(seed=i, **params) for i in range(n)])
     return torch.bincount(torch.tensor(drawn), minlength=len(logits)) / n            # [V]
 
@@ -111,7 +111,7 @@ def test_a_temperature_near_zero_is_greedy(temperature):
 
 
 def test_greedy_and_sampled_rows_in_one_batch(monkeypatch):
-    monkeypatch.setattr(model, "uniform", lambda seed, index: 0.999999)
+    monkeypatch.setattr(sampling, "uniform", lambda seed, index: 0.999999)
     rows = torch.tensor([LOGITS] * 4)
     assert sample(rows, [request(temperature=t) for t in (0, 1.0, 0, 1e-6)]) == [1, 4, 1, 1]
 
@@ -131,7 +131,7 @@ def test_top_k_off_one_and_beyond_the_vocabulary(monkeypatch):
     for k in ks:
         got = share(LOGITS, monkeypatch, top_k=k)
         assert torch.equal(got, everything if k != 1 else torch.tensor([0., 1., 0., 0., 0.])), k
-    monkeypatch.setattr(model, "uniform", lambda seed, index: 0.999999)
+    monkeypatch.setattr(sampling, "uniform", lambda seed, index: 0.999999)
     for temperature, rest in ((1.0, 4), (0, 1)):
         assert sample(torch.tensor([LOGITS] * 7), [request(top_k=k, temperature=temperature) for k in ks]) == [rest, rest, 1, rest, rest, rest, rest]
     with pytest.raises(ValueError, match="top_k.*-2"):
@@ -150,7 +150,7 @@ def test_of_equal_probabilities_the_lower_id_stays(monkeypatch):
 
 def test_top_p_one_keeps_even_what_rounding_would_lose(monkeypatch):
     """100,000 equal tokens: in fp32 their probabilities don't sum to what their running sum says."""
-    monkeypatch.setattr(model, "uniform", lambda seed, index: 1 - 2 ** -53)
+    monkeypatch.setattr(sampling, "uniform", lambda seed, index: 1 - 2 ** -53)
     assert sample(torch.zeros(1, 100_000), [request()]) == [99_999]
     row = torch.cat([torch.full((1,), 15.0), torch.zeros(99_999)])
     assert sample(row[None], [request()]) == [99_999]
@@ -169,7 +169,7 @@ def test_any_finite_logits_give_a_token_of_finite_logit(row, temperature, top_k,
 
 def adjusted(logits, **kwargs):
     row = torch.tensor(logits)
-    model.adjust_logits(row, request(**kwargs))
+    sampling.adjust_logits(row, request(**kwargs))
     return row.tolist()
 
 

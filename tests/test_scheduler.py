@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import kv_cache
 import scheduler as scheduler_module
 from kv_cache import KVCacheManager
-from scheduler import (Request, RequestRefused, RequestStatus, SamplingParams, Scheduler, SchedulerConfig, StepRecord,
-                       check_invariants)
+from request import Request, RequestRefused, RequestStatus, SamplingParams
+from scheduler import Scheduler, SchedulerConfig, StepRecord, check_invariants
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 VOCAB = 4  # small, so that different requests write the same text and share blocks

@@ -14,7 +14,8 @@ import bench
 import show
 from conftest import ROOT
 from kv_cache import KVCacheManager
-from scheduler import Request, RequestStep, SamplingParams, Scheduler, SchedulerConfig, StepRecord
+from request import Request, SamplingParams
+from scheduler import RequestStep, Scheduler, SchedulerConfig, StepRecord
 from show import BarChart, BlockMap, LineChart, StepTable, Timeline, chrome_trace, phases
 
 

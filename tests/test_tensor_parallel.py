@@ -21,11 +21,12 @@ import torch.multiprocessing as multiprocessing
 
 import command_line
 import kv_cache
+import checkpoint
 import model
 import toys
 import worker
 from conftest import ROOT
-from model import LlamaConfig, load_model, padded_vocab, param_shapes
+from checkpoint import LlamaConfig, load_model, param_shapes
 from nano_serve import EMBEDDED_MODEL, LLM, SamplingParams, main
 from toys import assert_same_ids, greedy, ids_of, make_engine, make_toy, prompts_of, run, toy
 from worker import SharedMemoryComm, TensorParallelExecutor, WorkerError, make_executor
@@ -147,7 +148,7 @@ def test_ranks_read_only_their_slices(monkeypatch, name, size):
             return Spy(self.file.get_slice(name))
 
     safe_open = model.safe_open
-    monkeypatch.setattr(model, "safe_open", File)
+    monkeypatch.setattr(checkpoint, "safe_open", File)
     folder = toy(name)
     config = LlamaConfig.from_folder(folder)
     whole = dict(load_model(folder, torch.float32).named_parameters())
@@ -156,7 +157,7 @@ def test_ranks_read_only_their_slices(monkeypatch, name, size):
         taken.clear()
         mine = dict(load_model(folder, torch.float32, tp_rank=rank, tp_size=size).named_parameters())
         assert {k: tuple(v.shape) for k, v in mine.items()} == param_shapes(config, rank, size)
-        padding = (padded_vocab(config, size) - config.vocab_size) * config.hidden_size if rank == size - 1 else 0
+        padding = (config.padded_vocab(size) - config.vocab_size) * config.hidden_size if rank == size - 1 else 0
         held = sum(v.numel() for v in mine.values())
         assert sum(t.numel() for t in taken) == held - padding * (1 if config.tie_word_embeddings else 2)
         seen[rank] = mine
@@ -476,7 +477,7 @@ def test_a_broken_checkpoint_is_refused_as_with_one_rank():
     (folder / "model.safetensors").write_bytes(data[:-100])
     errors = []
     for size in (1, 4):
-        with pytest.raises(model.CheckpointError, match="truncated") as error:
+        with pytest.raises(checkpoint.CheckpointError, match="truncated") as error:
             make_executor(folder, torch.float32, "cpu", "auto", size)
         errors.append(str(error.value))
     assert errors[0] == errors[1] and not children()

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from model import CheckpointError
+from checkpoint import CheckpointError
 from nano_serve import EMBEDDED_MODEL
-from scheduler import RequestRefused, SamplingParams
+from request import RequestRefused, SamplingParams
 from text import Detokenizer, TextCodec
 
 VARIED = "ďábel 世界 👩‍👩‍👧 🇨🇭 ไทย"

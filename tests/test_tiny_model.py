@@ -21,7 +21,8 @@ import running_example  # noqa: E402
 import serving_qa  # noqa: E402
 import tinytext  # noqa: E402
 import train_tiny  # noqa: E402
-from model import Llama, LlamaConfig, load_model  # noqa: E402
+from checkpoint import LlamaConfig, load_model  # noqa: E402
+from model import Llama  # noqa: E402
 
 FOLDER = ROOT / "models" / "tiny-llama3"
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import toys
 from nano_serve import LLM, SamplingParams
-from scheduler import RequestRefused
+from request import RequestRefused
 from toys import (BOS, EOS, TOYS, assert_same_ids, chain, check_drained, greedy, hf_greedy, ids_of, make_engine, poison,
                   preempt, prompts_of, run, table_checkpoint, toy)
 

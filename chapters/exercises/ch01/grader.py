@@ -6,7 +6,8 @@ from grade import Case, Task, same, show
 from kv_cache import KVCacheManager
 from ledger import LLAMA_3_8B, LLAMA_3_70B, OUTPUT, QUESTION, SYSTEM, Ledger, ModelShape, SimulatedEngine
 from metrics import RequestFuncOutput
-from scheduler import Request, SamplingParams, Scheduler, SchedulerConfig
+from request import Request, SamplingParams
+from scheduler import Scheduler, SchedulerConfig
 
 RULES = {
     # 1  kv_bytes_per_token

@@ -1,0 +1,338 @@
+"""From a folder to weights (chapters 8 and 10): what the checkpoint says it is, which piece goes where, the loader.
+
+Mirrors   vLLM: model_executor/layers/linear.py:419 ColumnParallelLinear, model_executor/models/llama.py:441 LlamaModel.load_weights
+Promises  every dense checkpoint of the family: Llama-3/3.1/3.2, TinyLlama, SmolLM2, Mistral without a sliding window.
+          What isn't known is refused by name, before any weight is read.
+Leaves out quantised weights, pipeline parallelism, other architectures.
+Order     1 LlamaConfig: the fields of config.json.  2 weight_plan: which piece of which tensor goes where, on which
+          rank; the loader, the checks and the shard report all follow that one list.  3 load_model.
+
+Tensor parallel (TP, 张量并行): rank r of `size` holds a slice of every matrix. QKV and gate+up are cut by output (column
+parallel), O and down by input (row parallel), so a layer needs just two all-reduces: after O and after down.
+"""
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from model import Llama
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+# -- 1. The configuration ---------------------------------------------------------------------------------------------
+
+class CheckpointError(ValueError):
+    """The folder can't be served; the message names the file, the tensor or the field, and what would be right."""
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The fields of config.json that change what is computed, under Hugging Face's names.
+
+    Two spellings exist: the old one (`rope_theta` beside `rope_scaling`, `torch_dtype`) and that of transformers 5 (all
+    of RoPE in `rope_parameters`, `dtype`). Either is read; where a file has both, they must agree."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict | None           # None, or the `llama3` block
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    dtype: str
+    eos_token_ids: frozenset = frozenset()
+
+    @classmethod
+    def from_folder(cls, folder):
+        """Read config.json, and generation_config.json's EOS ids where there are any: the instruct models of Llama-3
+        name <|eot_id|> only there, and run on past it if that file is not read. Raises CheckpointError."""
+        folder = Path(folder)
+        if not (folder / "config.json").is_file():
+            hint = " (a Meta-format checkpoint: use the Hugging Face one)" if (folder / "params.json").exists() else ""
+            raise CheckpointError(f"{folder} holds no config.json, so it is no checkpoint folder{hint}")
+        more_eos = frozenset()
+        if (folder / "generation_config.json").is_file():
+            more_eos = _id_set(read_json(folder / "generation_config.json").get("eos_token_id"))
+        try:
+            return cls.from_dict(read_json(folder / "config.json"), more_eos)
+        except (TypeError, AttributeError, OverflowError) as error:      # a list where a number belongs, and the like
+            raise CheckpointError(f"{folder / 'config.json'} has a field of an impossible type: {error}") from None
+
+    @classmethod
+    def from_dict(cls, raw, more_eos=frozenset()):
+        """raw: the content of a config.json; more_eos: ids that end a sequence besides the config's own."""
+        names = raw.get("architectures") or ["LlamaForCausalLM"]
+        for name in names if isinstance(names, list) else [names]:
+            if name not in ARCHITECTURES:
+                raise CheckpointError(f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        for key, plain in (("quantization_config", None), ("sliding_window", None), ("hidden_act", "silu")):
+            if raw.get(key, plain) != plain:
+                raise CheckpointError(f"config.json: {key} = {raw[key]!r} is not supported (only {plain})")
+        new, old = (raw.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+        rope = {key: _agree(key, new.get(key), old.get(key)) for key in {**new, **old}}
+        theta = _agree("rope_theta", raw.get("rope_theta"), rope.pop("rope_theta", None), 10000.0)
+        rope_type = _agree("rope_type", rope.pop("rope_type", None), rope.pop("type", None), "default")
+        if rope_type not in ("default", "llama3"):
+            raise CheckpointError(f"rope type {rope_type!r} is not supported; supported: default, llama3")
+        if rope_type == "llama3":
+            for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+                rope[key] = _positive(f"rope type llama3: {key}", rope.get(key))
+            if rope["low_freq_factor"] >= rope["high_freq_factor"]:
+                raise CheckpointError(f"config.json: rope type llama3: low_freq_factor {rope['low_freq_factor']} must "
+                                      f"be below high_freq_factor {rope['high_freq_factor']}")
+        if raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise CheckpointError("config.json: partial_rotary_factor is not supported (only 1.0)")
+        size = {key: raw.get(key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                                              "num_attention_heads", "max_position_embeddings")}
+        size["max_position_embeddings"] = size["max_position_embeddings"] or 2048
+        size["num_key_value_heads"] = raw.get("num_key_value_heads") or size["num_attention_heads"]
+        for key, value in size.items():
+            _positive(key, value, int)
+        H, Hkv = size["num_attention_heads"], size["num_key_value_heads"]
+        d = size["head_dim"] = _positive("head_dim", raw.get("head_dim") or size["hidden_size"] // H, int)
+        if H % Hkv or d % 2:
+            raise CheckpointError(f"config.json: {H} query heads over {Hkv} KV heads of size {d}: heads must divide, "
+                                  "the size must be even")
+        dtype, eps = _agree("dtype", raw.get("dtype"), raw.get("torch_dtype"), "float32"), raw.get("rms_norm_eps", 1e-6)
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise CheckpointError(f"config.json: dtype = {dtype!r} is not one of {', '.join(DTYPES)}")
+        eos = _id_set(raw.get("eos_token_id")) | more_eos            # one outside the vocabulary can't be met
+        flags = {key: bool(raw.get(key, False)) for key in ("tie_word_embeddings", "attention_bias", "mlp_bias")}
+        return cls(**size, **flags, dtype=dtype, rms_norm_eps=_positive("rms_norm_eps", eps),
+                   rope_theta=_positive("rope_theta", theta),
+                   rope_scaling=rope if rope_type == "llama3" else None,
+                   eos_token_ids=frozenset(i for i in eos if 0 <= i < size["vocab_size"]))
+
+    def padded_vocab(self, size):
+        """The vocabulary rounded up to a multiple of `size` ranks; the padding's logits are cut off before sampling."""
+        return -(-self.vocab_size // size) * size
+
+    def check_tensor_parallel(self, size):
+        """Raise ValueError unless the model can be cut into `size` ranks, naming the sizes that would work."""
+        H, Hkv, I = self.num_attention_heads, self.num_key_value_heads, self.intermediate_size
+        fits = lambda n: H % n == 0 and I % n == 0 and (Hkv % n == 0 or n % Hkv == 0)   # n > Hkv: n / Hkv ranks a head
+        if size < 1 or not fits(size):
+            possible = ", ".join(str(n) for n in range(1, H + 1) if fits(n))
+            raise ValueError(f"--tensor-parallel-size {size} doesn't divide this model's {H} query heads, "
+                             f"{Hkv} KV heads and intermediate size {I}; possible: {possible}")
+
+
+def _agree(key, a, b, default=None):
+    """The value of a field that a config may spell in two places."""
+    if a is not None and b is not None and a != b:
+        raise CheckpointError(f"config.json gives {key} twice, as {a!r} and as {b!r}")
+    return a if a is not None else b if b is not None else default
+
+
+def _positive(key, value, kind=(int, float)):
+    """A field's value, if it is a finite number above 0: NaN in a config makes fluent nonsense, not an error."""
+    if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
+        what = "whole number" if kind is int else "number"
+        raise CheckpointError(f"config.json: {key} = {value!r}; a positive {what} is needed")
+    return value
+
+
+def _id_set(value):
+    """eos_token_id as a set: it may be missing, one id, or a list of ids."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(i) is int for i in ids):
+        raise CheckpointError(f"eos_token_id = {value!r}; a token id or a list of token ids is needed")
+    return frozenset(ids)
+
+
+def read_json(path):
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"not an object, but {content!r:.40}")
+        return content
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} can't be read as JSON: {error}") from None
+
+
+# -- 2. The weight plan -----------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Piece:
+    """One cut: rows (dim 0) or columns (dim 1) start:stop of the checkpoint's tensor `name`, whose whole shape is
+    `shape`, become the rows or columns from `offset` on of the model's parameter `param`.
+
+    Example (4 query heads, 2 KV heads, head size 16, hidden 64; rank 1 of 2): the rank's QKV matrix [64, 64] is made of
+    q_proj rows 32:64 at offset 0, k_proj rows 16:32 at 32, v_proj rows 16:32 at 48."""
+    param: str
+    name: str
+    shape: tuple
+    dim: int
+    start: int
+    stop: int
+    offset: int
+
+
+def weight_plan(config, rank=0, size=1):
+    """Every piece that rank `rank` of `size` needs, layer by layer. KV heads are replicated as in vLLM, where a layer
+    class has a weight_loader instead of this list.  vLLM: model_executor/layers/linear.py:1022 QKVParallelLinear"""
+    c, D, I, d = config, config.hidden_size, config.intermediate_size, config.head_dim
+    q_rows, kv_rows = c.num_attention_heads * d, c.num_key_value_heads * d
+    cut = lambda n: (n * rank // size, n * (rank + 1) // size)
+    # More ranks than KV heads: 2 heads over 8 ranks → ranks 0-3 hold head 0, ranks 4-7 head 1. Their query heads are
+    # just those of that KV head, so nothing else changes.
+    head = c.num_key_value_heads * rank // size
+    kv = cut(kv_rows) if size <= c.num_key_value_heads else (d * head, d * (head + 1))
+    rows = c.padded_vocab(size) // size
+    vocab = min(rows * rank, c.vocab_size), min(rows * (rank + 1), c.vocab_size)
+    plan = [Piece("embed_tokens.weight", "model.embed_tokens.weight", (c.vocab_size, D), 0, *vocab, 0)]
+
+    def fused(param, base, parts, n_in, bias):
+        """Output-cut matrices that are one parameter here: `parts` is [(checkpoint name, rows, (start, stop))]."""
+        offset = 0
+        for part, n_out, (start, stop) in parts:
+            plan.append(Piece(param + ".weight", f"{base}.{part}.weight", (n_out, n_in), 0, start, stop, offset))
+            if bias:
+                plan.append(Piece(param + ".bias", f"{base}.{part}.bias", (n_out,), 0, start, stop, offset))
+            offset += stop - start
+
+    def input_cut(param, name, n_in, bias):
+        plan.append(Piece(param + ".weight", name + ".weight", (D, n_in), 1, *cut(n_in), 0))
+        if bias:                                                     # whole on every rank, added by rank 0 alone
+            plan.append(Piece(param + ".bias", name + ".bias", (D,), 0, 0, D, 0))
+
+    for i in range(c.num_hidden_layers):
+        at, hf = f"layers.{i}", f"model.layers.{i}"
+        plan.append(Piece(f"{at}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (D,), 0, 0, D, 0))
+        qkv = [("q_proj", q_rows, cut(q_rows)), ("k_proj", kv_rows, kv), ("v_proj", kv_rows, kv)]
+        fused(f"{at}.qkv_proj", f"{hf}.self_attn", qkv, D, c.attention_bias)
+        input_cut(f"{at}.o_proj", f"{hf}.self_attn.o_proj", q_rows, c.attention_bias)
+        norm = "post_attention_layernorm.weight"
+        plan.append(Piece(f"{at}.{norm}", f"{hf}.{norm}", (D,), 0, 0, D, 0))
+        fused(f"{at}.gate_up_proj", f"{hf}.mlp", [("gate_proj", I, cut(I)), ("up_proj", I, cut(I))], D, c.mlp_bias)
+        input_cut(f"{at}.down_proj", f"{hf}.mlp.down_proj", I, c.mlp_bias)
+    plan.append(Piece("norm.weight", "model.norm.weight", (D,), 0, 0, D, 0))
+    if not c.tie_word_embeddings:
+        plan.append(Piece("lm_head.weight", "lm_head.weight", (c.vocab_size, D), 0, *vocab, 0))
+    return plan
+
+
+def param_shapes(config, rank=0, size=1):
+    """{parameter: its shape on this rank}, read off the plan: the last of a parameter's pieces ends where it does."""
+    shapes = {}
+    for p in weight_plan(config, rank, size):
+        shape = list(p.shape)
+        shape[p.dim] = p.offset + p.stop - p.start
+        if p.param in ("embed_tokens.weight", "lm_head.weight"):
+            shape[0] = config.padded_vocab(size) // size
+        shapes[p.param] = tuple(shape)
+    return shapes
+
+
+# -- 3. Loading -------------------------------------------------------------------------------------------------------
+
+def find_checkpoint(model):
+    """A folder's path, or a hub id like "meta-llama/Llama-3.2-1B", looked up in (or fetched into) the hub's cache."""
+    if Path(model).is_dir():
+        return Path(model)
+    if Path(model).exists() or str(model).count("/") != 1 or str(model)[0] in "./~":
+        raise CheckpointError(f"{model} is no folder with a checkpoint, and no hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+                                      ignore_patterns=["original/*"]))
+    except Exception as error:          # offline, gated, misspelt: the hub has a class for each, the remedy is the same
+        raise CheckpointError(f"{model} is neither a folder here nor to be had from the hub ({type(error).__name__}). "
+                              f"With a connection: `hf download {model}`, then name it again") from error
+
+
+def checkpoint_tensors(folder):
+    """{tensor name: (file, shape)} of a checkpoint, from the index where there is one and the files' headers.
+    The index decides: a file it doesn't name is ignored. A safetensors file opens with 8 bytes (the header's length),
+    then JSON with each tensor's place; one that ends before its last tensor does was cut off in a download."""
+    folder = Path(folder)
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        wanted = read_json(index).get("weight_map")
+        inside = lambda file: isinstance(file, str) and file == Path(file).name     # no path out of the folder
+        if not wanted or not isinstance(wanted, dict) or not all(map(inside, wanted.values())):
+            raise CheckpointError(f"{index} holds no weight_map that tells for each tensor a file of this folder")
+    elif single.is_file():
+        wanted = None
+    else:
+        found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pth", ".safetensors", ".gguf"))
+        raise CheckpointError(f"{folder} holds neither model.safetensors nor its index (weight files found: "
+                              f"{', '.join(found) or 'none'})")
+    tensors = {}
+    for file in sorted(set(wanted.values())) if wanted else [single.name]:
+        path = folder / file
+        if not path.is_file():
+            raise CheckpointError(f"{index} names {file}, which is missing")
+        with open(path, "rb") as f:
+            try:
+                (length,) = struct.unpack("<Q", f.read(8))
+                header = json.loads(f.read(length)) if length < path.stat().st_size else None
+                header = {name: (info["dtype"], tuple(info["shape"]), 8 + length + info["data_offsets"][1])
+                          for name, info in header.items() if name != "__metadata__"}
+            except (struct.error, ValueError, AttributeError, TypeError, KeyError, IndexError):
+                raise CheckpointError(f"{path} is not a safetensors file, or is truncated within its header") from None
+        for name, (dtype, shape, end) in header.items():
+            if wanted is not None and wanted.get(name) != file:
+                continue
+            if end > path.stat().st_size:
+                raise CheckpointError(f"{path} is truncated: tensor {name} ends beyond the end of the file")
+            if dtype not in ("F32", "F16", "BF16", "F64"):
+                raise CheckpointError(f"{path}: tensor {name} has dtype {dtype}; only float weights are supported")
+            tensors[name] = path, shape
+    for name in wanted or ():
+        if name not in tensors:
+            raise CheckpointError(f"tensor {name} is missing from {wanted[name]}, where the index says it is")
+    return tensors
+
+
+def load_model(folder, dtype, device="cpu", tp_rank=0, tp_size=1, comm=None, attention_backend="auto"):
+    """A Llama with its weights: each piece goes from the mapped file straight to its place, converted on the way, so
+    that at most one tensor exists twice. Names and shapes are checked first. Raises CheckpointError naming the tensor.
+    vLLM: model_executor/models/llama.py:441 LlamaModel.load_weights"""
+    config, tensors = LlamaConfig.from_folder(folder), checkpoint_tensors(folder)
+    config.check_tensor_parallel(tp_size)
+    plan = weight_plan(config, tp_rank, tp_size)
+    for piece in plan:
+        if piece.name not in tensors:
+            raise CheckpointError(f"tensor {piece.name} {list(piece.shape)} is missing from {folder}")
+        if (shape := tensors[piece.name][1]) != piece.shape:
+            raise CheckpointError(f"tensor {piece.name} is {list(shape)}; the config asks for {list(piece.shape)}")
+    unused = set(tensors) - {p.name for p in plan}
+    unused -= {name for name in unused if name.endswith("rotary_emb.inv_freq")}      # old files store it; computed here
+    if config.tie_word_embeddings:
+        unused.discard("lm_head.weight")                                             # some tools save the tied head too
+    if unused:
+        raise CheckpointError(f"{len(unused)} tensors of {folder} have no place in this model; first: {min(unused)}")
+    model = Llama(config, dtype, device, tp_rank, tp_size, comm, attention_backend)
+    params = dict(model.named_parameters())
+    for file in sorted({path for path, _ in tensors.values()}):
+        try:
+            with safe_open(file, framework="pt") as f:
+                for p in plan:
+                    if tensors[p.name][0] == file:
+                        rows = f.get_slice(p.name)
+                        rows = rows[p.start:p.stop] if p.dim == 0 else rows[:, p.start:p.stop]
+                        params[p.param].narrow(p.dim, p.offset, p.stop - p.start).copy_(rows)
+        except SafetensorError as error:                                             # places that don't fit the shapes
+            raise CheckpointError(f"{file} can't be read: {error}") from None
+    return model
+
+
+def auto_dtype(config, device):
+    """`--dtype auto`: the file's own on a GPU. On a CPU fp32 up to 2 billion parameters: it is exact, and the faster
+    one on CPUs without bf16 instructions; with them (avx512_bf16, amx) `--dtype bfloat16` is faster. Larger models keep
+    the file's dtype, for they would not fit."""
+    n = sum(math.prod(shape) for shape in param_shapes(config).values())
+    return torch.float32 if device == "cpu" and n <= 2e9 else DTYPES[config.dtype]
