@@ -30,7 +30,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 if __name__ == "__main__":     # up here: the demo wants the kernels interpreted, and @jit asks as it decorates
-    runpy.run_path(str(pathlib.Path(__file__).resolve().parent / "chapters" / "bench_kernels.py"), run_name="__main__")
+    bench = pathlib.Path(__file__).resolve().parent / "chapters/tools/bench_kernels.py"
+    runpy.run_path(str(bench), run_name="__main__")
     raise SystemExit
 
 import torch

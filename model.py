@@ -162,7 +162,7 @@ class Llama(nn.Module):
 
     def pack_weights(self):
         """On a CPU: lay each matrix out in the tiles that oneDNN's products walk through, once, not in each product.
-        For 1 to 32 rows of a 135M model that takes 30 to 53 % off their time (`chapters/bench_peers.py --linears`).
+        For 1 to 32 rows of a 135M model that takes 30 to 53 % off their time (`bench_peers.py --linears`).
 
         The plain copy is dropped, but for the embedding, from which single rows are read: a tied model then holds it
         twice. Nothing happens where this build of PyTorch or the dtype has no such layout."""

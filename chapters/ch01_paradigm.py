@@ -16,7 +16,7 @@ section numbers it has. Each of the chapter's claims is made to happen:
 
 "here": the tiny Llama-3 that comes with the project, on this machine's
 CPU, measured as you watch. "70B": Llama-3-70B on 8 H100s; its bytes and
-FLOPs are exact, its times are estimates of chapters/ledger.py, marked ~.
+FLOPs are exact, its times are estimates of chapters/tools/ledger.py, marked ~.
 """
 # %% Setting out
 import random
@@ -25,7 +25,8 @@ import sys
 import time
 from dataclasses import dataclass, replace
 
-sys.path.append("chapters")    # for a notebook that is opened from above; a script has its own folder there already
+# A script finds the tools beside itself, a notebook where it was opened: in this folder or in the one above.
+sys.path += [f"{folder}/tools" for folder in (sys.path[0], ".", "chapters")]
 
 import torch  # noqa: E402
 
@@ -411,12 +412,12 @@ if __name__ == "__main__":
 
 # %% 5. The reading map
 
-MAP = [("How to measure?", "如何衡量", "2, 8", "chapters/metrics.py, bench.py"),
+MAP = [("How to measure?", "如何衡量", "2, 8", "chapters/tools/metrics.py, bench.py"),
        ("How to schedule?", "如何调度", "5, 10", "scheduler.py"),
        ("How to keep state?", "如何管理状态", "4, 9", "kv_cache.py"),
        ("How to compute?", "如何计算", "3, 6, 7", "model.py, kernels.py, worker.py"),
        ("Models change", "模型在变", "3, 7", "LlamaConfig, weight_plan in model.py"),
-       ("Hardware changes", "硬件在变", "6, 8", "kernels.py, chapters/ledger.py")]
+       ("Hardware changes", "硬件在变", "6, 8", "kernels.py, chapters/tools/ledger.py")]
 ELSEWHERE = {"the running example": (BIG.model, "h100", 8), "Llama-3-8B on one GPU": (ledger.LLAMA_3_8B, "h100", 1),
              "70B without GQA": (replace(BIG.model, num_key_value_heads=BIG.model.num_attention_heads), "h100", 8),
              "70B on 8 A100s": (BIG.model, "a100", 8), "70B on 8 B200s": (BIG.model, "b200", 8)}
@@ -457,7 +458,8 @@ if __name__ == "__main__":
         in fp32.""")
     page.end("""
         --tp 4 instead of 8: fewer ranks, the same tokens
-        python chapters/ledger.py --sweep --no-enable-prefix-caching --slo ttft:5000 tpot:20: where does it cut now?
+        python chapters/tools/ledger.py --sweep --no-enable-prefix-caching --slo ttft:5000 tpot:20: where does it cut
+        now?
         in this file, CHUNK = 64, then 1024: who pays, the newcomer or the others?
         in this file, SEATS = 8: the static loop takes fewer steps; does its waste shrink, and why not?
         Then the exercises, chapters/exercises/ch01/tasks.py, with make grade CH=1; and the article's chapter 2.""")

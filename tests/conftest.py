@@ -6,7 +6,7 @@ import sys
 import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "chapters"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "chapters"), str(ROOT / "chapters/tools"), str(ROOT / "tests")]
 torch.set_num_threads(1)
 
 # A shell that starts this in the background has SIGINT ignored, every child inherits that, and Python then makes no

@@ -231,7 +231,7 @@ def test_elsewhere():
 def test_the_map_names_what_exists():
     for _, _, chapters, where in ch01.MAP:
         for name in re.findall(r"\w+\.py", where):
-            assert (ROOT / name).exists() or (ROOT / "chapters" / name).exists(), name
+            assert (ROOT / name).exists() or (ROOT / "chapters/tools" / name).exists(), name
         assert all(1 <= int(n) <= 10 for n in chapters.split(", "))
 
 

@@ -231,7 +231,7 @@ def test_pytest_on_the_folder(tmp_path):
         "    return memory // (per_token * size) // -(-(prompt + output - 1) // size)\n")
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "exercises"], cwd=tmp_path,
                           capture_output=True, text=True, timeout=120,
-                          env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'chapters'}"})
+                          env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'chapters/tools'}"})
     assert done.returncode == 1 and "4 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert "chapter 1, task 2, max_concurrency: wrong" in done.stdout
     assert "rule       Block 0 is the null block." in done.stdout

@@ -201,8 +201,8 @@ def test_pattern_search_finds_a_minimum():
 
 
 def test_fit_command():
-    done = subprocess.run([sys.executable, str(ROOT / "chapters/ledger.py"), "--fit"], capture_output=True, text=True,
-                          timeout=120)
+    done = subprocess.run([sys.executable, str(ROOT / "chapters/tools/ledger.py"), "--fit"], capture_output=True,
+                          text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert repr(L.CALIBRATED_H100) in done.stdout and "mlp_down_proj" in done.stdout
 

@@ -237,7 +237,7 @@ def test_command(tmp_path):
     bench.write_records(path, SCRIPT)
 
     def command(*arguments):
-        return subprocess.run([sys.executable, str(ROOT / "chapters/show.py"), *arguments], capture_output=True,
+        return subprocess.run([sys.executable, str(ROOT / "chapters/tools/show.py"), *arguments], capture_output=True,
                               text=True, timeout=60, env={"COLUMNS": "70", "PATH": "", "PYTHONIOENCODING": "utf-8"})
     shown = command(str(path), "--save", str(tmp_path / "pictures"))
     assert shown.returncode == 0 and "PPdxwRd" in shown.stdout and "\x1b" not in shown.stdout
@@ -271,6 +271,6 @@ def test_a_file_that_cannot_be_written_is_named(option, path, tmp_path, capsys):
                                          {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
 def test_any_width_and_encoding_shows_something(environment, tmp_path):
     bench.write_records(tmp_path / "records.jsonl", SCRIPT)
-    done = subprocess.run([sys.executable, ROOT / "chapters/show.py", tmp_path / "records.jsonl"], capture_output=True,
-                          timeout=60, env={"PATH": "", **environment})
+    done = subprocess.run([sys.executable, ROOT / "chapters/tools/show.py", tmp_path / "records.jsonl"],
+                          capture_output=True, timeout=60, env={"PATH": "", **environment})
     assert done.returncode == 0 and b"PPdxwRd" in done.stdout, done.stderr

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Callable, NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent), str(HERE)]
+sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent / "tools"), str(HERE)]
 
 TIME_LIMIT = 3.0    # seconds a call may take; the reference answers take milliseconds
 

@@ -23,7 +23,8 @@ and every error.  Where the estimate is wrong, and by how much:
   small messages, which is not measured here; if it is faster than NCCL's 31 us, decode steps are too.
 - Attention was not measured: it gets the GEMMs' efficiency and latency, an assumption.
 - The host's time is not in it: on a GPU it is taken to run ahead.  `step_overhead` holds it where it was measured:
-  calibrated on a busy 2-core CPU with one workload, it predicted another within 11 % (`python chapters/calibrate.py`).
+  calibrated on a busy 2-core CPU with one workload, it predicted another within 11 %
+  (`python chapters/tools/calibrate.py`).
 - The other GPUs keep the H100's efficiencies and latencies beside their own peaks, an assumption too.
 
 vLLM has no such file: it runs the model and looks.
@@ -39,7 +40,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 from rich import box  # noqa: E402
 from rich.console import Group  # noqa: E402

@@ -1,7 +1,7 @@
 """Pictures of a run, all drawn from its StepRecords: in a terminal of any width, with or without colour, or as SVG.
 
-    python chapters/show.py records.jsonl                        the step table and the timeline
-    python chapters/show.py records.jsonl --trace trace.json     open it in ui.perfetto.dev or chrome://tracing
+    python chapters/tools/show.py records.jsonl                        the step table and the timeline
+    python chapters/tools/show.py records.jsonl --trace trace.json     open it in ui.perfetto.dev or chrome://tracing
 
 `nano_serve.py --records FILE` and `bench.py --records FILE` write such a file, one StepRecord a line.
 
@@ -26,7 +26,7 @@ import sys
 from dataclasses import dataclass, field
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 from rich.console import Console, Group  # noqa: E402
 from rich.table import Table  # noqa: E402

@@ -1,9 +1,9 @@
 """Where the ledger's constants come from: kernel times that others measured, or a run on this machine.
 
-    fit            the H100's constants from chapters/data (`python chapters/ledger.py --fit` prints every error)
+    fit            the H100's constants from chapters/data (`python chapters/tools/ledger.py --fit` prints every error)
     calibrate      the constants of this machine and one model, from the StepRecords of the real engine
     reality_check  the simulator against the engine here, on a workload that it was not calibrated with
-                   (`python chapters/calibrate.py`)
+                   (`python chapters/tools/calibrate.py`)
 
 Both search for the numbers that bring the ledger's estimate nearest to what was measured.  ledger.py itself never looks
 at a measurement, so that the reader can follow it with a pencil.
@@ -19,7 +19,7 @@ import time
 from dataclasses import replace
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import bench  # noqa: E402
 from ledger import (CALIBRATED_H100, Calibration, Cost, Hardware, Ledger, ModelShape,  # noqa: E402
@@ -34,7 +34,7 @@ MEASURED = {"attn_pre_proj": "qkv_proj", "attn_post_proj": "o_proj", "mlp_up_pro
 
 @functools.cache
 def read_csv(name):
-    with open(HERE / "data" / name) as file:
+    with open(HERE.parent / "data" / name) as file:
         return list(csv.DictReader(file))
 
 

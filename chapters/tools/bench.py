@@ -1,8 +1,8 @@
 """How fast is it? (chapter 2, "如何衡量一个 LLM Serving 系统").  A workload, sent to the engine here or to a simulated one.
 
-    python chapters/bench.py --num-prompts 32 --request-rate 8 --goodput ttft:500 tpot:50
-    python chapters/bench.py --simulate h100 --model llama-3-70b -tp 8 --random-prefix-len 2000 --random-input-len 50 \\
-                             --random-output-len 300 --max-concurrency 64 --num-prompts 256
+    python chapters/tools/bench.py --num-prompts 32 --request-rate 8 --goodput ttft:500 tpot:50
+    python chapters/tools/bench.py --simulate h100 --model llama-3-70b -tp 8 --max-concurrency 64 --num-prompts 256 \\
+                             --random-prefix-len 2000 --random-input-len 50 --random-output-len 300
 
 Prints the table of `vllm bench serve`, writes JSON with its field names (--save-result) and StepRecords (--records).
 What the figures mean is in metrics.py.  The rest of measuring is to send honestly:
@@ -30,7 +30,7 @@ from collections import Counter, deque
 from dataclasses import asdict, dataclass, fields
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 from metrics import METRICS, RequestFuncOutput, parse_goodput, parse_percentiles, summarize, table  # noqa: E402
 from options import check_at_least, check_writable, end_quietly, naming  # noqa: E402
@@ -193,7 +193,7 @@ def peak_rss_bytes() -> int:
 
 
 def write_records(path, records) -> None:
-    """StepRecords as JSON lines, what chapters/show.py reads."""
+    """StepRecords as JSON lines, what chapters/tools/show.py reads."""
     with open(path, "w") as file:
         for record in records:
             file.write(json.dumps(asdict(record)) + "\n")
@@ -229,9 +229,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--save-result", action="store_true", help="write the figures as JSON, with vLLM's field names")
     add("--save-detailed", action="store_true", help="and those of every request")
     add("--result-filename", metavar="FILE", help="where [{backend}-{rate}qps-{model}-{date}.json]")
-    add("--records", metavar="FILE", help="write the StepRecords as JSON lines, for chapters/show.py")
+    add("--records", metavar="FILE", help="write the StepRecords as JSON lines, for chapters/tools/show.py")
     parser.add_argument("--simulate", metavar="GPU", help="serve --model llama-3-70b, llama-3-8b or a folder on h100, "
-                        "h200, a100, l4 or b200 in virtual time (chapters/ledger.py) instead of here")
+                        "h200, a100, l4 or b200 in virtual time (chapters/tools/ledger.py) instead of here")
     add = parser.add_argument_group("the engine").add_argument
     for option in fields(EngineArgs):
         names = ["--" + option.name.replace("_", "-"), *filter(None, [option.metadata.get("short")])]

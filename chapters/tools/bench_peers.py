@@ -1,10 +1,10 @@
 """The engine beside its peers on one CPU: transformers, and vLLM where it is installed, in one run.
 
-    python chapters/bench_peers.py --model DIR                             nano-serve and transformers
-    python chapters/bench_peers.py --model DIR --vllm /path/to/python      … and the vLLM of that interpreter
-    python chapters/bench_peers.py --model DIR --compile                   … and nano-serve with --compile ("compiled")
-    python chapters/bench_peers.py --model DIR --budget                    where a step's time goes
-    python chapters/bench_peers.py --linears                               products: as stored, transposed, packed
+    python chapters/tools/bench_peers.py --model DIR                          nano-serve and transformers
+    python chapters/tools/bench_peers.py --model DIR --vllm /path/to/python   … and the vLLM of that interpreter
+    python chapters/tools/bench_peers.py --model DIR --compile                … and nano-serve with --compile ("compiled")
+    python chapters/tools/bench_peers.py --model DIR --budget                 where a step's time goes
+    python chapters/tools/bench_peers.py --linears                            products: as stored, transposed, packed
 
 Every system is loaded once, in a process of its own; then they take turns on the same workloads (token ids, greedy, EOS
 ignored), so that a slow minute of the machine hits all of them. The ratios are what counts. A turn during which other
@@ -31,7 +31,7 @@ import time
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 WORKLOADS = "a1", "a", "c", "b", "b8"
 
 

@@ -21,7 +21,7 @@ import time
 from types import SimpleNamespace
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 from rich import box  # noqa: E402
 from rich.rule import Rule  # noqa: E402
@@ -135,7 +135,7 @@ def si(value, unit):
 
 def running_example(llm):
     """The running example's prompt for the tiny model, as token ids: ledger.SYSTEM + ledger.QUESTION of them."""
-    text = json.loads((HERE.parent / "models" / "running_example.json").read_text(encoding="utf-8"))
+    text = json.loads((HERE.parent.parent / "models" / "running_example.json").read_text(encoding="utf-8"))
     messages = [{"role": "system", "content": text["system"]}, {"role": "user", "content": text["question"]}]
     return llm.engine.tokenize({"messages": messages})[1]
 

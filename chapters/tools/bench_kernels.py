@@ -18,7 +18,7 @@ from types import SimpleNamespace
 if __name__ == "__main__" and "--bench" not in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"               # before kernels is imported: @jit looks as it decorates
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import torch
 import torch.nn.functional as F
