@@ -325,12 +325,15 @@ class Scheduler:
         return token_budget
 
     def _pop_victim(self) -> Request:
-        """Take out of `running` who matters least: the last admitted, or by priority the lowest, then the youngest. So
-        the oldest, or most urgent, is preempted by nobody else, gets on, and ends: no two can push each other for
-        ever."""
+        """Take out of `running` who matters least: the last admitted, or by priority who would stand last in the queue.
+        So the first in that order is preempted by nobody else, gets on, and ends; then the next does.
+
+        The id is the tie-breaker of the queue, and must be one here: of two requests with one priority and one arrival
+        time each could else push the other out, in turns, for ever. (vLLM leaves it out, and takes the first of equals.)
+        """
         if self.config.policy == "fcfs":
             return self.running.pop()
-        victim = max(self.running, key=lambda request: (request.priority, request.arrival_time))
+        victim = max(self.running, key=lambda r: (r.priority, r.arrival_time, r.request_id))
         self.running.remove(victim)
         return victim
 

@@ -892,3 +892,12 @@ def test_a_chunk_is_not_planned_token_by_token():
 def test_the_bookkeeping_is_plain_python():
     code = "import sys, scheduler, kv_cache; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_equals_in_everything_but_the_id_do_not_push_each_other_out_for_ever():
+    """Two requests of one priority and one arrival time that never fit together: one must give way until the other ends."""
+    engine = Engine(bs=1, nb=7, tok=6, seqs=2, length=6, pc=False, policy="priority", long_prefill_token_threshold=1,
+                    scheduler_reserve_full_isl=False)
+    engine.add("r1", [5], n=5, arrival_time=0.0)
+    engine.add("r2", [5], n=5, arrival_time=0.0)
+    engine.drain(40)
