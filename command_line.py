@@ -13,10 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from checkpoint import DTYPES, LlamaConfig, find_checkpoint, param_shapes
-from nano_serve import LLM, EngineArgs, ended_output
-from request import SamplingParams
-from worker import WorkerError
+from engine_args import EngineArgs
+from request import RequestOutput, SamplingParams
 
 
 # -- 1. The options ---------------------------------------------------------------------------------------------------
@@ -52,16 +50,7 @@ def make_parser():
     add("--steps", action="store_true", help="print each step's record as a line")
     add("--records", metavar="FILE", help="write each step's record as a JSON line")
     add("--output", metavar="FILE", help="write each answer as a JSON line")
-    add = parser.add_argument_group("the engine").add_argument
-    for f in dataclasses.fields(EngineArgs):
-        names = ["--" + f.name.replace("_", "-")] + ([f.metadata["short"]] if "short" in f.metadata else [])
-        default = "" if f.default is None else " [the embedded model]" if f.name == "model" else f" [{f.default}]"
-        text = f.metadata["help"] + default
-        if isinstance(f.default, bool):
-            add(*names, action=argparse.BooleanOptionalAction, default=f.default, help=text)
-        else:
-            kind = type(f.default) if f.default is not None else int
-            add(*names, type=kind, default=f.default, help=text, metavar=kind.__name__.upper())
+    EngineArgs.add_cli_args(parser.add_argument_group("the engine"))
     return parser
 
 
@@ -126,7 +115,7 @@ def answer_all(llm, jobs, args, defaults, report):
                     prompts.append(prompt)
                     params.append(p)
                 except ValueError as error:
-                    report.update(number, questions[number], ended_output(None, "error", error=str(error)))
+                    report.update(number, questions[number], RequestOutput.ended(None, "error", error=str(error)))
             priorities = [jobs[number].get("priority", 0) for number in numbers]
             for index, output in llm.stream(prompts, params, priorities):
                 report.keep_steps(llm.engine)
@@ -173,7 +162,7 @@ def chat_loop(llm, defaults, report):
         except KeyboardInterrupt:                    # this answer only
             report.print(" (interrupted)")
         report.keep_steps(llm.engine)
-        if reply is None or not reply.finished or reply.error:
+        if reply is None or reply.outputs[0].finish_reason is None or reply.error:
             messages.pop()                           # as if the question had not been asked
             continue
         _write_line(report.output, answer_record(number, text, reply))
@@ -222,8 +211,8 @@ class Report:
         self.console.print(Text.assemble(*parts), end=end)
 
     def keep_steps(self, engine):
-        for record in engine.records[self.num_steps:]:
-            self.num_steps += 1
+        for record in engine.records_since(self.num_steps):
+            self.num_steps = record.step + 1
             _write_line(self.records, dataclasses.asdict(record))
             if self.steps:
                 self.print(step_line(record))
@@ -233,7 +222,7 @@ class Report:
         answer, key = output.outputs[0], (number, output.outputs[0].index)
         title = question if len(question) <= 500 else f"{question[:500]} …"
         self.growing[key] = (f"[{number + 1}] {title} ", "bold"), answer.text[-300:] + "\n"
-        if output.finished:
+        if answer.finish_reason is not None:
             del self.growing[key]
             self.done.append(output)
             _write_line(self.output, answer_record(number, question, output))
@@ -283,6 +272,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention
 
 def published_config(name):
     """The LlamaConfig of a model in PUBLISHED: enough to count its bytes, without its weights."""
+    from checkpoint import LlamaConfig
     return LlamaConfig.from_dict({**dict(zip(SIZES, PUBLISHED[name])), "dtype": "bfloat16", "rope_theta": 500000.0})
 
 
@@ -295,6 +285,7 @@ def shard_report(config, size, dtype=None):
     token adds to a message. dtype: of weights, KV and messages; None: the checkpoint's. ValueError for a size that
     doesn't divide.
     """
+    from checkpoint import DTYPES, param_shapes
     config.check_tensor_parallel(size)
     c, L, b = config, config.num_hidden_layers, (dtype or DTYPES[config.dtype]).itemsize
     rank, weights = param_shapes(config, 0, size), []
@@ -341,6 +332,7 @@ def main(argv=None):
         parser.error("--chat and --shards take no --prompt or --prompts")
     try:
         if args.shards:
+            from checkpoint import LlamaConfig, find_checkpoint
             known = args.model in PUBLISHED          # Llama-3-70B and the like: from published sizes, nothing is loaded
             config = published_config(args.model) if known else LlamaConfig.from_folder(find_checkpoint(args.model))
             print(format_shard_report(config, args.tensor_parallel_size))
@@ -350,11 +342,16 @@ def main(argv=None):
         jobs, report = read_jobs(args), Report(args)
         if args.compile and args.tensor_parallel_size == 1:
             print("compiling the decode step (30 layers: half a minute, and seconds at the next start)", file=sys.stderr)
+        from nano_serve import LLM               # here and not at the top: it brings torch, and --help needs none
         with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)}) as llm:
             report.empty_files()
             return chat_loop(llm, defaults, report) if args.chat else answer_all(llm, jobs, args, defaults, report)
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError, WorkerError, MemoryError, RuntimeError) as error:     # the last: torch's, for one
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:     # the last: a dead rank's, and torch's
         print(f"error: {error or type(error).__name__}", file=sys.stderr)
         return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -248,7 +248,8 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.block_pool = BlockPool(num_blocks, enable_prefix_caching)
         self.req_to_block_ids: dict[str, list[int]] = {}  # block tables; entry i holds positions i*block_size onwards
-        self.num_cached_blocks: dict[str, int] = {}       # blocks published from its table's start (not hits)
+        self.num_hit_blocks: dict[str, int] = {}          # the first so many of its table, others had filled
+        self.num_cached_blocks: dict[str, int] = {}       # the first so many carry a name: hits, then published ones
 
     @property
     def num_free_blocks(self) -> int:
@@ -278,8 +279,9 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         hashes, tokens, size = request.block_hashes, request.all_token_ids, self.block_size
+        first = NONE_HASH if request.cache_salt is None else hashlib.sha256(request.cache_salt.encode(errors="surrogatepass")).digest()
         for end in range((len(hashes) + 1) * size, len(tokens) + 1, size):
-            hashes.append(hash_block_tokens(hashes[-1] if hashes else NONE_HASH, tokens[end - size:end]))
+            hashes.append(hash_block_tokens(hashes[-1] if hashes else first, tokens[end - size:end]))
 
     def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
         """The longest chain of cached blocks, from the start, that this request may skip computing. Takes nothing yet.
@@ -322,7 +324,7 @@ class KVCacheManager:
                 return False
             if table is None:
                 table = self.req_to_block_ids[request_id] = []
-                self.num_cached_blocks[request_id] = len(new_computed_blocks)
+                self.num_hit_blocks[request_id] = self.num_cached_blocks[request_id] = len(new_computed_blocks)
             for block in new_computed_blocks:  # before taking new blocks, or those might be the hits themselves
                 self.block_pool.touch(block)
                 table.append(block.block_id)
@@ -343,8 +345,9 @@ class KVCacheManager:
             self.block_pool.cache_full_block(self.block_pool.blocks[table[i]], request.block_hashes[i])
         self.num_cached_blocks[request.request_id] = num_full
 
-    def free(self, request: Request) -> None:
-        """Let go of all blocks of a request that ended or is preempted; without blocks, do nothing.
+    def free(self, request: Request, forget: bool = False) -> None:
+        """Let go of all blocks of a request that ended or is preempted; without blocks, do nothing. forget: what it has
+        written is wrong (NaN), so that nobody may find it; what it hit is others' work, and keeps its name.
 
         In reverse: the tail of a sequence is worth least (a hit needs everything before it), so the tail must be reused
         first and the head, perhaps a system prompt that everybody shares, last.
@@ -352,6 +355,9 @@ class KVCacheManager:
         """
         blocks = [self.block_pool.blocks[i] for i in self.req_to_block_ids.pop(request.request_id, ())]
         num_cached = self.num_cached_blocks.pop(request.request_id, 0)
+        num_hits = self.num_hit_blocks.pop(request.request_id, 0)
+        for block in blocks[num_hits:] if forget else ():
+            self.block_pool.uncache_block(block)
         self.block_pool.free_blocks(reversed(blocks))
         # Preempted in a step that had already scheduled it? That step was to fill these blocks: they are published, and
         # now nobody will write them. Nobody has hit them yet, as a step that preempts admits no one, so it is in time
@@ -385,7 +391,9 @@ class KVCacheManager:
             for i, block_id in enumerate(table):
                 held[block_id] += 1
                 name = pool.blocks[block_id].block_hash
-                assert (name is not None) == (i < self.num_cached_blocks[request_id]), f"{request}: name of block {i}"
+                # A hit may have lost its name since: who wrote it turned out to write NaN.
+                assert (name is not None) == (i < self.num_cached_blocks[request_id]) or (
+                    name is None and i < self.num_hit_blocks[request_id]), f"{request}: name of block {i}"
                 assert name is None or name == request.block_hashes[i], f"{request}: block {i} has another text's name"
         assert len(free) == len(free_ids) == pool.num_free_blocks, "the free list holds a block twice, or miscounts"
         assert 0 not in free_ids and held[0] == 0 and not pool.null_block.block_hash, "the null block was handed out"

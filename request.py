@@ -4,7 +4,8 @@ Mirrors   vLLM: v1/request.py:59 Request, v1/metrics/stats.py:218 RequestStateSt
 Promises  a value that makes no sense is refused when it is given, by its name and with its limits. Plain Python: no
           tensor, no clock.
 Leaves out LoRA, multimodal input, structured output, pooling.
-Order     1 Request: one sequence on its way.  2 SamplingParams: what its sender asks for.  3 RequestMetrics: its times.
+Order     1 Request: one sequence on its way.  2 SamplingParams: what its sender asks for.
+          3 RequestMetrics: its times.  4 RequestOutput: what comes back.
 """
 from __future__ import annotations
 
@@ -38,9 +39,11 @@ class Request:
     """
 
     def __init__(self, request_id: str, prompt_token_ids: Iterable[int], sampling_params: SamplingParams,
-                 arrival_time: float = 0.0, priority: int = 0, eos_token_ids: Iterable[int] = frozenset()):
+                 arrival_time: float = 0.0, priority: int = 0, eos_token_ids: Iterable[int] = frozenset(),
+                 cache_salt: str | None = None):
         self.request_id, self.sampling_params = request_id, sampling_params
         self.arrival_time, self.priority = arrival_time, priority
+        self.cache_salt = cache_salt         # only requests with the same salt share blocks
         self.prompt_token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.output_token_ids: list[int] = []
@@ -150,18 +153,77 @@ class RequestMetrics:
 
     def __init__(self, request):
         self.arrival_time, self.first_scheduled_time = request.arrival_time, request.first_scheduled_time
-        self.token_times, self.finish_time = list(request.token_times), request.finish_time
+        # What a step costs may not grow with what was generated before it. So not the list is copied, but the number of
+        # its entries: the request only ever appends to it.
+        self._times, self._count, self.finish_time = request.token_times, len(request.token_times), request.finish_time
         self.num_preemptions, self.num_cached_tokens = request.num_preemptions, request.num_cached_tokens
 
-    first_token_time = property(lambda m: m.token_times[0] if m.token_times else None)
+    token_times = property(lambda m: m._times[:m._count], doc="When each output token came.")
+    first_token_time = property(lambda m: m._times[0] if m._count else None)
     queue_time = property(lambda m: None if m.first_scheduled_time is None else m.first_scheduled_time - m.arrival_time,
                           doc="From arrival to the first step that computes some of it.")
-    ttft = property(lambda m: m.token_times[0] - m.arrival_time if m.token_times else None,
+    ttft = property(lambda m: m._times[0] - m.arrival_time if m._count else None,
                     doc="Time to first token: arrival to first token, queueing and prefill included.")
     itls = property(lambda m: [b - a for a, b in zip(m.token_times, m.token_times[1:])],
                     doc="Inter-token latencies: every gap between one token and the next; n tokens have n - 1.")
-    tpot = property(lambda m: (m.token_times[-1] - m.token_times[0]) / (len(m.token_times) - 1)
-                    if len(m.token_times) > 1 else None,
+    tpot = property(lambda m: (m._times[m._count - 1] - m._times[0]) / (m._count - 1) if m._count > 1 else None,
                     doc="Time per output token: the mean gap after the first token; None for a single token.")
     e2e = property(lambda m: None if m.finish_time is None else m.finish_time - m.arrival_time,
                    doc="Arrival to last token.")
+
+    def __repr__(self):
+        shown = ("queue_time", "ttft", "tpot", "e2e", "num_preemptions", "num_cached_tokens")
+        return f"RequestMetrics({', '.join(f'{name}={getattr(self, name)}' for name in shown)})"
+
+
+# -- 4. What comes back -----------------------------------------------------------------------------------------------
+
+@dataclass
+class Logprob:
+    logprob: float                 # ln of the probability, by the logits before temperature, penalties and cuts
+    rank: int                      # 1: the likeliest
+    decoded_token: str
+
+
+class CompletionOutput:
+    """One answer. `text` and `token_ids` are all so far, `delta` what this step added to the text; token_ids includes
+    the token that ended it; logprobs: for each token {id: Logprob}, or None. finish_reason: None while it runs, then
+    stop, length, abort or error. vLLM: vllm/outputs.py:22 CompletionOutput"""
+
+    def __init__(self, index, text, token_ids, delta="", logprobs=None, finish_reason=None, stop_reason=None):
+        """token_ids and logprobs may grow after this: an output keeps to what they hold now, without a copy."""
+        self.index, self.text, self.delta = index, text, delta
+        self._token_ids, self._logprobs, self._count = token_ids, logprobs, len(token_ids)
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
+
+    token_ids = property(lambda self: self._token_ids[:self._count])
+    logprobs = property(lambda self: None if self._logprobs is None else self._logprobs[:self._count])
+
+    @property
+    def cumulative_logprob(self):
+        return None if self._logprobs is None else sum(lp[t].logprob for t, lp in zip(self.token_ids, self.logprobs))
+
+    def __repr__(self):
+        shown = ("index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason")
+        return f"CompletionOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+
+@dataclass
+class RequestOutput:
+    """vLLM: vllm/outputs.py:85 RequestOutput. `error`: why a request was refused or failed (finish_reason "error")."""
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+    prompt_logprobs: list | None = None
+
+    num_cached_tokens = property(lambda self: self.metrics.num_cached_tokens if self.metrics else 0)
+
+    @classmethod
+    def ended(cls, request_id, finish_reason, index=0, prompt=None, error=None):
+        """The result of a request that ended without a step: refused, or aborted from elsewhere."""
+        answer = CompletionOutput(index, "", [], finish_reason=finish_reason)
+        return cls(request_id, prompt if isinstance(prompt, str) else None, [], [answer], True, error=error)

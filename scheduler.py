@@ -242,7 +242,7 @@ class Scheduler:
     def _free_request(self, request: Request) -> None:
         """The one place where a request ends. vLLM: v1/core/sched/scheduler.py:2300 Scheduler._free_request"""
         request.status = RequestStatus.FINISHED
-        self.kv_cache_manager.free(request)
+        self.kv_cache_manager.free(request, forget=request.finish_reason == "error")
         del self.requests[request.request_id]
 
     def has_unfinished_requests(self) -> bool:

@@ -73,10 +73,9 @@ class Worker:
     def execute(self, batch):
         """batch: a ForwardBatch on this worker's device  →  logits [S', V], to be used before the next step; on ranks
         other than 0 unspecified."""
-        with interrupts_wait():
-            if self.fast_decode is not None and self.fast_decode.fit(batch):
-                return self.fast_decode.run(batch)
-            return self.model(batch, self.kv_cache)
+        if self.fast_decode is not None and self.fast_decode.fit(batch):
+            return self.fast_decode.run(batch)
+        return self.model(batch, self.kv_cache)
 
     def close(self):
         self.model = self.kv_cache = self.fast_decode = None
@@ -417,7 +416,7 @@ class TensorParallelExecutor:
         Raises WorkerError when a rank died or failed. Whatever is raised within the step closes the executor: the ranks
         are in the middle of it somewhere, and can't be brought back in line.
         """
-        with interrupts_wait(), self._together():
+        with self._together():
             self.channel.broadcast(pack(batch))
             device = self.worker.device
             logits = self.worker.execute(ForwardBatch(*(getattr(batch, name).to(device) for name in FIELDS)))

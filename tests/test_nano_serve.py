@@ -16,7 +16,8 @@ import torch
 import toys
 from conftest import ROOT
 
-from nano_serve import EMBEDDED_MODEL, LLM, RequestRefused, SamplingParams, main
+from command_line import main
+from nano_serve import EMBEDDED_MODEL, LLM, RequestRefused, SamplingParams
 
 ALPHABET = toys.chain(list(b"abcdefghijklmnopqrstuvwxyz"))
 GREEDY = dict(temperature=0.0)
@@ -165,7 +166,7 @@ def test_leaving_a_stream_early_aborts_what_is_unfinished(llm):
         if count == 4:
             break
     toys.check_drained(llm.engine)
-    assert not llm.engine.has_unfinished_requests() and not llm.engine._live
+    assert not llm.engine.has_unfinished_requests() and not llm.engine.outputs.live
     stream = llm.stream(["a"], SamplingParams(max_tokens=20, **GREEDY))
     next(stream)
     stream.close()
@@ -273,7 +274,7 @@ def test_chat_takes_one_conversation_or_several(llm):
     params = SamplingParams(max_tokens=3, **GREEDY)
     (output,) = llm.chat(talk, params)
     assert output.prompt_token_ids == [toys.BOS, *b"abcde"] and output.outputs[0].text == "fgh" and output.prompt == "<|bos|>abcde"
-    assert output.prompt_token_ids == llm.engine.tokenize({"messages": talk})[1]
+    assert output.prompt_token_ids == llm.engine.inputs.tokenize({"messages": talk})[1]
     assert texts(llm.chat([talk, talk[:1]], params)) == ["fgh", "cde"]
     with pytest.warns(UserWarning, match="no judges"):
         outputs = llm.chat([talk, [{"role": "judge", "content": "x"}], talk[:1]], params)
@@ -318,7 +319,7 @@ def test_a_prompt_that_cannot_run_costs_only_itself(llm, bad, message):
     assert re.search(message, outputs[1].error) and outputs[1].metrics is None and outputs[1].num_cached_tokens == 0
     with pytest.raises(RequestRefused, match=message):
         llm.engine.add_request("bad", bad[0], SamplingParams())
-    assert not llm.engine._live
+    assert not llm.engine.outputs.live
 
 
 @pytest.mark.parametrize("params, message", [(dict(stop_token_ids=[259]), "stop_token_ids.*259"), (dict(stop_token_ids=[2 ** 63]), "stop_token_ids"),

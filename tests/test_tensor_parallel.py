@@ -27,7 +27,8 @@ import toys
 import worker
 from conftest import ROOT
 from checkpoint import LlamaConfig, load_model, param_shapes
-from nano_serve import EMBEDDED_MODEL, LLM, SamplingParams, main
+from command_line import main
+from nano_serve import EMBEDDED_MODEL, LLM, SamplingParams
 from toys import assert_same_ids, greedy, ids_of, make_engine, make_toy, prompts_of, run, toy
 from worker import SharedMemoryComm, TensorParallelExecutor, WorkerError, make_executor
 
