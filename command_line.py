@@ -162,7 +162,7 @@ def chat_loop(llm, defaults, report):
         except KeyboardInterrupt:                    # this answer only
             report.print(" (interrupted)")
         report.keep_steps(llm.engine)
-        if reply is None or reply.outputs[0].finish_reason is None or reply.error:
+        if reply is None or not reply.finished or reply.error:
             messages.pop()                           # as if the question had not been asked
             continue
         _write_line(report.output, answer_record(number, text, reply))
@@ -222,7 +222,7 @@ class Report:
         answer, key = output.outputs[0], (number, output.outputs[0].index)
         title = question if len(question) <= 500 else f"{question[:500]} …"
         self.growing[key] = (f"[{number + 1}] {title} ", "bold"), answer.text[-300:] + "\n"
-        if answer.finish_reason is not None:
+        if output.finished:
             del self.growing[key]
             self.done.append(output)
             _write_line(self.output, answer_record(number, question, output))

@@ -38,7 +38,7 @@ from request import RequestOutput, RequestRefused, SamplingParams
 from sampling import sample, top_logprobs
 from scheduler import Scheduler, SchedulerConfig, check_invariants
 from text import TextCodec
-from worker import interrupts_wait, make_executor
+from worker import WorkerError, interrupts_wait, make_executor
 
 
 NOT_FINITE = "the model's logits are not finite (NaN or inf); try --dtype float32 or bfloat16"
@@ -96,7 +96,7 @@ class LLMEngine:
         self.inputs = InputProcessor(args, self.config, self.codec)
         self.outputs = OutputProcessor(self.codec, self.scheduler.finish_request)
         self._results = []                       # of a step that didn't get to return them: the next one does
-        self._in_step, self._aborts, self._closed = False, [], False
+        self._in_step, self._aborts, self.closed = False, [], False
 
     @classmethod
     def from_engine_args(cls, engine_args):
@@ -119,7 +119,7 @@ class LLMEngine:
         seconds on `clock`. With params.n > 1 the outputs of n requests come back under this id, told apart by index.
         Raises RequestRefused (a ValueError) for this request alone, before anything of it is kept.
         vLLM: v1/engine/llm_engine.py:218 LLMEngine.add_request"""
-        if self._closed:
+        if self.closed:
             raise RuntimeError("this engine is closed; make a new one")
         if request_id in self.outputs.children:
             raise RequestRefused(f"request id {request_id!r} is already in use by a request that has not ended")
@@ -236,8 +236,8 @@ class LLMEngine:
         more. Raises RuntimeError while another thread is within a step."""
         if self._in_step:
             raise RuntimeError("another thread is in the middle of a step; an engine is closed between steps")
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self._results += self.outputs.end_all("abort", "the engine was closed", self.clock())
             self.executor.close()
 
@@ -331,14 +331,19 @@ class LLM:
         """prompts: one or a list, each in a form of InputProcessor.tokenize; sampling_params: one SamplingParams for all, or a
         list of as many; priority: a list of as many numbers, the lower the earlier (with scheduling_policy "priority").
         use_tqdm: a progress line on stderr. Returns a list of RequestOutput in the order of the prompts; with n > 1,
-        `outputs` holds n answers."""
+        `outputs` holds n answers. A request that fails comes back with what it has, and says why in `.error`; raises
+        WorkerError if the engine has lost a rank, with what there is in its `outputs`."""
         prompts = as_list(prompts)
         final = [[] for _ in prompts]
-        with progress(len(prompts), use_tqdm) as advance:
-            for index, output in self.stream(prompts, sampling_params, priority):
-                if output.outputs[0].finish_reason is not None:
-                    final[index].append(output)
-                    advance()
+        try:
+            with progress(len(prompts), use_tqdm) as advance:
+                for index, output in self.stream(prompts, sampling_params, priority):
+                    if output.finished:
+                        final[index].append(output)
+                        advance()
+        except WorkerError as error:
+            error.outputs = final
+            raise
         for outputs in final:        # n answers to one prompt become one result
             outputs.sort(key=lambda o: o.outputs[0].index)
             outputs[0].outputs = [o.outputs[0] for o in outputs]
@@ -362,6 +367,8 @@ class LLM:
         return self._stream(list(zip(prompts, [p or default for p in params], priorities)))
 
     def _stream(self, todo):
+        if self.engine.closed:
+            raise RuntimeError("this LLM is closed; make a new one")
         if not self._call.acquire(blocking=False):
             raise RuntimeError("an LLM takes one call at a time, and one is running (a stream runs until it is read to its "
                                "end or closed); extras/async_engine.py serves many callers")
@@ -386,15 +393,18 @@ class LLM:
                     outputs = engine.step()
                 except BaseException as failure:                    # whoever lived then has an output that says so
                     error, outputs = failure, engine.take_results()
+                got = {output.request_id for output in outputs}
+                gone = [i for i in ours if i not in got and not engine.is_alive(i)]     # aborted by somebody else
                 for output in outputs:
                     if output.request_id in ours:
-                        yield ours[output.request_id], output
-                        if output.finished:
-                            del ours[output.request_id]
-                for request_id in [i for i in ours if not engine.is_alive(i)]:          # aborted by somebody else
+                        index_of = ours.pop(output.request_id) if output.finished else ours[output.request_id]
+                        output.finished = output.outputs[0].finish_reason is not None   # here: of this answer, not of n
+                        yield index_of, output
+                for request_id in gone:
                     yield ours.pop(request_id), RequestOutput.ended(request_id, "abort")
-                if error is not None and not isinstance(error, Exception) or isinstance(error, AssertionError):
-                    raise error                                     # Ctrl-C; and what is wrong in the code itself
+                # Ctrl-C, an engine without workers, what is wrong in the code itself: nothing can be done about that here.
+                if isinstance(error, (WorkerError, AssertionError)) or not isinstance(error, (Exception, type(None))):
+                    raise error
         finally:
             for request_id in ours:
                 engine.abort_request(request_id)

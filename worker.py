@@ -38,7 +38,9 @@ from model import ForwardBatch
 
 
 class WorkerError(RuntimeError):
-    """A rank died or failed; the message says which and why. The executor is closed: build a new one."""
+    """A rank died or failed; the message says which and why. The executor is closed: build a new one.
+    outputs: what LLM.generate had until then, a list of RequestOutput a prompt."""
+    outputs = ()
 
 
 # -- 1. One rank ------------------------------------------------------------------------------------------------------
@@ -416,7 +418,7 @@ class TensorParallelExecutor:
         Raises WorkerError when a rank died or failed. Whatever is raised within the step closes the executor: the ranks
         are in the middle of it somewhere, and can't be brought back in line.
         """
-        with self._together():
+        with interrupts_wait(), self._together():
             self.channel.broadcast(pack(batch))
             device = self.worker.device
             logits = self.worker.execute(ForwardBatch(*(getattr(batch, name).to(device) for name in FIELDS)))

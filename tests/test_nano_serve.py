@@ -214,7 +214,7 @@ def test_how_an_answer_ends(llm, params, text, ids, finish_reason, stop_reason):
     joined, last = collect(llm, ["v"], params)
     assert set(joined.values()) == {text} and len(joined) == 2
     assert {o.outputs[0].finish_reason for o in last.values()} == {finish_reason}
-    assert sorted(llm.engine.records[-1].finished) == sorted(o.request_id for o in last.values())
+    assert sorted(llm.engine.records[-1].finished) == sorted(f"{j}_{o.request_id}" for (_, j), o in last.items())
 
 
 @pytest.mark.parametrize("length, n, finish_reason", [(13, 3, "length"), (14, 2, "length"), (15, 1, "length"), (16, 0, "error"), (17, 0, "error")])
@@ -712,26 +712,163 @@ def test_a_step_that_breaks_off_leaves_nothing_to_be_found():
         assert llm.generate(prompt, greedy)[0].outputs[0].token_ids == want
 
 
-def test_streams_share_an_engine():
-    """Interleaved in one thread, and from three threads: every request gets its own tokens, all of them."""
+def test_one_call_at_a_time():
+    """A second call, in this thread or another, is refused and says what serves many; the first loses nothing by it."""
     import threading
-    prompts, greedy = [f"Once upon a time {i}" for i in range(3)], lambda n: SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with LLM(num_kv_blocks=200) as llm:
-        want = [llm.generate(p, greedy(12))[0].outputs[0].token_ids for p in prompts]
-        got, streams = {}, {0: llm.stream(prompts[0], greedy(12)), 1: llm.stream(prompts[1], greedy(11))}
-        while streams:
-            for i, stream in list(streams.items()):
-                _, output = next(stream, (None, None))
-                if output is None:
-                    del streams[i]
-                else:
-                    got[i] = output.outputs[0].token_ids
-        assert got == {0: want[0], 1: want[1][:11]}
-        results = {}
-        threads = [threading.Thread(target=lambda i=i: results.update({i: llm.generate(prompts[i], greedy(12))})) for i in range(3)]
-        [t.start() for t in threads]
-        [t.join(timeout=60) for t in threads]
-        assert [results[i][0].outputs[0].token_ids for i in range(3)] == want
+        (want,) = llm.generate("Once upon a time", greedy)
+        got, refused = None, []
+
+        def second():
+            try:
+                llm.generate("The little dog", greedy)
+            except RuntimeError as error:
+                refused.append(str(error))
+        for _, output in llm.stream("Once upon a time", greedy):
+            got = output
+            second()
+            thread = threading.Thread(target=second)
+            thread.start()
+            thread.join(timeout=60)
+        assert got.outputs[0].token_ids == want.outputs[0].token_ids
+        assert len(refused) == 24 and all("one call at a time" in r and "async_engine" in r for r in refused)
+        assert llm.generate("Once upon a time", greedy)[0].outputs[0].text == want.outputs[0].text
+
+
+@pytest.mark.parametrize("cycle", [False, True])
+def test_a_dropped_stream_aborts_its_requests(cycle):
+    """Also one that only the garbage collector finds, in the middle of a step that somebody else runs on the engine."""
+    import gc
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with LLM(num_kv_blocks=200, check_invariants=True) as llm:
+        stream = llm.stream(["Once upon a time", "The little dog"], greedy)
+        next(stream)
+        llm.engine.add_request("other", "There was", greedy)
+        if cycle:
+            ring = [stream]
+            ring.append(ring)
+            schedule, del_ring = llm.engine.scheduler.schedule, [ring]
+            gc.disable()
+
+            def plan_and_collect():
+                output = schedule()
+                del_ring.clear()
+                gc.collect()
+                return output
+            llm.engine.scheduler.schedule = plan_and_collect
+            del ring, stream
+        else:
+            del stream
+        steps = []
+        while llm.engine.has_unfinished_requests():
+            steps += llm.engine.step()
+            gc.enable()
+            assert not llm.engine.is_alive("0") and not llm.engine.is_alive("1")
+        assert [len(o.outputs[0].token_ids) for o in steps if o.request_id == "other"] == [1, 2, 3, 4, 5, 6]
+        toys.check_drained(llm.engine)
+        assert llm.generate("Once", greedy)[0].outputs[0].finish_reason == "length"
+
+
+def test_what_a_failing_step_leaves_comes_back():
+    """Text already generated is not thrown away: each request comes back with what it has and the reason, those that are
+    behind in the queue too, and the engine serves on."""
+    greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    with LLM(num_kv_blocks=200, check_invariants=True) as llm:
+        want = llm.generate("Once upon a time", greedy)[0].outputs[0].token_ids
+        execute, calls = llm.engine.executor.execute, []
+
+        def fail_at_the_fifth(batch):
+            calls.append(batch)
+            if len(calls) == 5:
+                raise RuntimeError("the fifth went wrong")
+            return execute(batch)
+        llm.engine.executor.execute = fail_at_the_fifth
+        with pytest.warns(UserWarning, match="fifth went wrong"):
+            outputs = llm.generate(["Once upon a time", "The little dog"], greedy)
+        for output in outputs:
+            assert output.finished and output.outputs[0].finish_reason == "error" and "fifth went wrong" in output.error
+            assert len(output.outputs[0].token_ids) == 4 and output.outputs[0].text and output.metrics.finish_time
+        assert outputs[0].outputs[0].token_ids == want[:4]
+        assert llm.generate("Once upon a time", greedy)[0].outputs[0].token_ids == want
+        toys.check_drained(llm.engine)
+
+
+def test_closing_between_the_steps_of_a_call():
+    """The call ends with what it has, "abort" and the reason."""
+    llm, seen = LLM(num_kv_blocks=200), None
+    for index, output in llm.stream("Once upon a time", SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)):
+        seen = output
+        if len(output.outputs[0].token_ids) == 3 and not output.finished:
+            llm.close()
+    assert seen.outputs[0].finish_reason == "abort" and len(seen.outputs[0].token_ids) == 3 and "closed" in seen.error
+
+
+def test_n_answers_of_the_engine():
+    """add_request with n: the outputs come back under one id, told apart by their index; one abort ends all."""
+    from nano_serve import EngineArgs, LLMEngine
+    params = SamplingParams(n=3, temperature=20.0, seed=5, max_tokens=4, ignore_eos=True)
+    engine = LLMEngine.from_engine_args(EngineArgs(num_kv_blocks=200, check_invariants=True, max_num_waiting=4))
+    engine.add_request("a", "Once upon a time", params)
+    with pytest.raises(RequestRefused, match="already in use"):
+        engine.add_request("a", "Once", params)
+    with pytest.raises(RequestRefused, match="max-num-waiting"):
+        engine.add_request("b", "Once", params)                  # room for one of three: none is kept
+    assert not engine.is_alive("b")
+    last, ends = {}, []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert output.request_id == "a"
+            last[output.outputs[0].index] = output.outputs[0].token_ids
+            ends.append(output.finished)
+    assert ends == [False] * 11 + [True] and not engine.is_alive("a")
+    with LLM(num_kv_blocks=200) as llm:
+        (one,) = llm.generate("Once upon a time", params)
+    assert [o.token_ids for o in one.outputs] == [last[0], last[1], last[2]] and len(set(map(tuple, last.values()))) == 3
+    engine.add_request("c", "Once", params)
+    engine.step()
+    engine.abort_request("c")
+    assert not engine.has_unfinished_requests()
+    toys.check_drained(engine)
+    engine.close()
+
+
+def test_records_are_bounded_and_numbers_go_on():
+    with LLM(num_kv_blocks=200, max_records=5) as llm:
+        llm.generate("Once", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        assert [r.step for r in llm.engine.records] == [7, 8, 9, 10, 11]
+        assert [r.step for r in llm.engine.records_since(9)] == [9, 10, 11] and len(llm.engine.records_since(0)) == 5
+
+
+def test_unknown_keys_of_a_prompt_are_named_and_a_salt_keeps_tenants_apart():
+    greedy = SamplingParams(temperature=0, max_tokens=2)
+    with LLM(num_kv_blocks=200, block_size=4) as llm:
+        ids = list(range(100, 120))
+        cached = lambda **salt: llm.generate({"prompt_token_ids": ids, **salt}, greedy)[0].num_cached_tokens
+        assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 16, 0, 16, 0]
+        for bad in ({"prompt": "x", "cache_slat": "a"}, {"prompt": "x", "cache_salt": ""}, {"prompt": "x", "chat_template": "y"}):
+            with pytest.warns(UserWarning, match="cache_slat|cache_salt|chat_template"):
+                assert llm.generate(bad, greedy)[0].outputs[0].finish_reason == "error"
+
+
+def test_numbers_of_others_and_one_message():
+    numpy = pytest.importorskip("numpy")
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    with LLM(num_kv_blocks=200, block_size=numpy.int64(4)) as llm:
+        ids = list(range(100, 110))
+        want = llm.generate(ids, greedy)[0].outputs[0].token_ids
+        for same in (numpy.array(ids), torch.tensor(ids), [numpy.int32(i) for i in ids], {"prompt_token_ids": numpy.array(ids)}):
+            assert llm.generate(same, greedy)[0].outputs[0].token_ids == want
+        message = {"role": "user", "content": "What is a KV cache?"}
+        assert llm.chat(message, greedy)[0].outputs[0].token_ids == llm.chat([message], greedy)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("name, value", [("long_prefill_token_threshold", 2.5), ("max_num_seqs", True), ("enable_prefix_caching", 1),
+                                         ("scheduling_policy", "lifo"), ("seed", "0"), ("gpu_memory_utilization", float("nan")),
+                                         ("max_records", 0), ("device", None)])
+def test_every_option_has_one_type_and_range(name, value):
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be"):
+        LLM(**{name: value})
 
 
 def test_a_request_aborted_by_somebody_else_ends_its_stream():
@@ -742,7 +879,7 @@ def test_a_request_aborted_by_somebody_else_ends_its_stream():
                 llm.engine.abort_request(output.request_id)
             if output.finished:
                 ends[index] = output.outputs[0].finish_reason
-        assert ends == {0: "length", 1: "abort"} and not llm._mail
+        assert ends == {0: "length", 1: "abort"}
 
 
 def test_a_closed_engine_says_so():
@@ -754,7 +891,7 @@ def test_a_closed_engine_says_so():
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(threads=100000), "--threads 100000 is more"), (dict(kv_cache_memory=1 << 60), "GiB of this machine"),
+    (dict(threads=100000), "--threads must be a whole number from 1 to"), (dict(kv_cache_memory=1 << 60), "GiB of this machine"),
     (dict(num_kv_blocks=10 ** 9), "GiB of this machine"), (dict(block_size=16.0), "whole number"), (dict(tensor_parallel_size="2"), "whole number")], ids=str)
 def test_sizes_beyond_the_machine_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
