@@ -11,14 +11,14 @@ and ten tokens:
     table [1, 2, 3]     block 1: tokens 0-3 (full)   block 2: tokens 4-7 (full)   block 3: tokens 8, 9 + two empty slots
 
 Blocks need not be neighbours, so memory never fragments, and a sequence wastes less than one block. A full block is
-also named by a hash of everything up to its end; a later sequence that starts with the same tokens finds it by that
-name and shares it: the prefix cache (前缀缓存). Only full blocks are shared, and nobody ever writes into a full block
+also *cached*: the prefix cache (前缀缓存) knows it by a hash of everything up to its end, and a later sequence that starts
+with the same tokens finds it there and shares it. Only full blocks are shared, and nobody ever writes into a full block
 again, so sharing needs no copy.
 
 Promises: every operation that vLLM does in O(1) is O(1) here; block ids, free-list order and hits are vLLM's, decision
 for decision; free + used + null = pool, and `check_invariants` proves it at any moment. The bookkeeping is plain
 Python: it moves numbers, never tensors, so a scheduler can be tested or simulated without torch.
-Leaves out: several KV groups (sliding window, Mamba, cross attention), LoRA / multimodal / salt keys in the hash,
+Leaves out: several KV groups (sliding window, Mamba, cross attention), LoRA and multimodal keys in the hash,
 speculative lookahead slots, the watermark, KV events, connectors and partial-block hits.
 
 Read in this order: KVCacheBlock and the free list; hash_block_tokens; BlockPool (which block is free, which is cached);
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from request import Request
 
 # The parent of a sequence's first block. vLLM draws it at random so that hashes cannot be guessed across users; a fixed
-# value keeps runs repeatable here, and sha256 still makes two different prefixes with one name impossible in practice.
+# value keeps runs repeatable here, and sha256 still makes two different prefixes with one hash impossible in practice.
 NONE_HASH = bytes(32)
 
 
 class KVCacheBlock:
-    """One block of KV memory: an id, who uses it, its name if it is full, and its two neighbours while it is free.
+    """One block of KV memory: an id, who uses it, its hash if it is cached, and its two neighbours while it is free.
 
-    `ref_cnt` counts the block tables that hold it. `block_hash` is its entry in the prefix cache, None while it is not
-    there. The links live inside the block, so that a block can leave the middle of the free list without a search.
+    `ref_cnt` counts the block tables that hold it. `block_hash` is what the prefix cache knows it by, None while it is not
+    cached. The links live inside the block, so that a block can leave the middle of the free list without a search.
     vLLM: v1/core/kv_cache_utils.py:118 KVCacheBlock
     """
 
@@ -123,7 +123,7 @@ class FreeKVCacheBlockQueue:
 
 
 def hash_block_tokens(parent_block_hash: bytes, token_ids: list[int]) -> bytes:
-    """The 32-byte name of a full block: its own tokens *and*, through the parent's name, all tokens before it.
+    """The 32-byte hash of a full block: of its own tokens *and*, through the parent's hash, all tokens before it.
 
     K and V of a token depend on every earlier token and on the position. Equal tokens at another place are therefore
     another block: with block size 2, [3, 4] after [1, 2] and [3, 4] at the start of a sequence must not be mistaken for
@@ -136,14 +136,14 @@ def hash_block_tokens(parent_block_hash: bytes, token_ids: list[int]) -> bytes:
 
 
 class BlockPool:
-    """Every block of the KV memory: the free ones in order of reuse, and the full ones by name.
+    """Every block of the KV memory: the free ones in order of reuse, and the cached ones by hash.
 
     Block 0 is the null block (空块): taken out at the start, never handed out, never cached. It fills up the
     shorter rows of a batch's block_tables, and nothing reads or writes it.
 
     Example (block size 4, 9 blocks; front of the free list at the left), the life of two sequences:
       A takes 1 2 3 4, its first three full; B takes 5 6, the first full      free: 7 8
-      A ends: 4 has no name → front; 3 2 1 keep theirs → back, tail first     free: 4 7 8 3 2 1
+      A ends: 4 isn't cached → front; 3 2 1 are → back, tail first            free: 4 7 8 3 2 1
       B ends: 6 → front, 5 → back                                             free: 6 4 7 8 3 2 1 5
       C starts like A, hits 1 2 (they leave the list) and takes 6             free: 4 7 8 3 5
       D takes three: 4 7 8. A's block 3 and B's block 5 are still cached      free: 3 5
@@ -158,8 +158,8 @@ class BlockPool:
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
         self.null_block = self.free_block_queue.popleft()
-        # name → the blocks that carry it, oldest first. Two requests that compute the same text side by side fill two
-        # blocks with one name. Neither is thrown away: a running request already points at its own, and block tables
+        # hash → the blocks cached under it, oldest first. Two requests that compute the same text side by side fill two
+        # blocks with one hash. Neither is thrown away: a running request already points at its own, and block tables
         # only ever grow.
         self.cached_block_hash_to_block: dict[bytes, dict[int, KVCacheBlock]] = {}
 
@@ -169,30 +169,30 @@ class BlockPool:
         return self.free_block_queue.num_free_blocks
 
     def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
-        """The block with this name, the oldest if several carry it, or None.
+        """The block cached under this hash, the oldest if there are several, or None.
         vLLM: v1/core/block_pool.py:198 BlockPool.get_cached_block"""
-        same_name = self.cached_block_hash_to_block.get(block_hash)
-        return next(iter(same_name.values())) if same_name else None
+        same_hash = self.cached_block_hash_to_block.get(block_hash)
+        return next(iter(same_hash.values())) if same_hash else None
 
     def cache_full_block(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """Publish a full block under its name. vLLM: v1/core/block_pool.py:225 BlockPool.cache_full_blocks"""
-        assert block.block_hash is None, f"{block} has a name already"
+        """Put a full block into the prefix cache. vLLM: v1/core/block_pool.py:225 BlockPool.cache_full_blocks"""
+        assert block.block_hash is None, f"{block} is cached already"
         block.block_hash = block_hash
         self.cached_block_hash_to_block.setdefault(block_hash, {})[block.block_id] = block
 
     def uncache_block(self, block: KVCacheBlock) -> None:
-        """Take a block's name away: nobody finds it any more.
+        """Take a block out of the prefix cache: nobody finds it any more.
         vLLM: v1/core/block_pool.py:679 BlockPool._maybe_evict_cached_block"""
         if block.block_hash is None:
             return
-        same_name = self.cached_block_hash_to_block[block.block_hash]
-        del same_name[block.block_id]
-        if not same_name:
+        same_hash = self.cached_block_hash_to_block[block.block_hash]
+        del same_hash[block.block_id]
+        if not same_hash:
             del self.cached_block_hash_to_block[block.block_hash]
         block.block_hash = None
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks for new content from the front. This, and not an earlier moment, is eviction (淘汰): the old name
+        """Take blocks for new content from the front. This, and not an earlier moment, is eviction (淘汰): the old hash
         goes with it, or a later request would be given another text's KV.
         vLLM: v1/core/block_pool.py:647 BlockPool.get_new_blocks"""
         blocks = [self.free_block_queue.popleft() for _ in range(num_blocks)]
@@ -211,21 +211,21 @@ class BlockPool:
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """One table fewer holds each block; those that nobody holds return to the free list. Freeing twice is an error.
 
-        Without a name a block can never be hit, so nothing is lost by reusing it at once: front. With one it may still
-        be: back. A pool that caches nothing has no reason to choose, and appends all.
+        A block that isn't cached can never be hit, so nothing is lost by reusing it at once: front. A cached one may
+        still be: back. A pool that caches nothing has no reason to choose, and appends all.
         vLLM: v1/core/block_pool.py:719 BlockPool.free_blocks
         """
-        without_name = []
+        not_cached = []
         for block in ordered_blocks:
             assert block.ref_cnt > 0, f"{block} is freed twice"
             block.ref_cnt -= 1
             if block.ref_cnt > 0:
                 continue
             if self.enable_caching and block.block_hash is None:
-                without_name.append(block)
+                not_cached.append(block)
             else:
                 self.free_block_queue.append(block)
-        self.free_block_queue.prepend_n(without_name)
+        self.free_block_queue.prepend_n(not_cached)
 
 
 class KVCacheManager:
@@ -234,9 +234,9 @@ class KVCacheManager:
     `num_blocks` counts the null block. A request is known by its `request_id`, and only while it holds blocks.
 
     Example, block size 4, a prompt of ten tokens in an empty pool, then one output token a step:
-      allocate_slots(request, 10)   table [1, 2, 3], blocks 1 and 2 published; positions 10 and 11 are still empty
+      allocate_slots(request, 10)   table [1, 2, 3], blocks 1 and 2 cached; positions 10 and 11 are still empty
       allocate_slots(request, 1)    position 10 fits                          table [1, 2, 3]
-      allocate_slots(request, 1)    position 11 fits and fills block 3        table [1, 2, 3], block 3 published
+      allocate_slots(request, 1)    position 11 fits and fills block 3        table [1, 2, 3], block 3 cached
       allocate_slots(request, 1)    position 12 crosses the boundary          table [1, 2, 3, 4]
     vLLM: v1/core/kv_cache_manager.py:117 KVCacheManager
     """
@@ -249,7 +249,7 @@ class KVCacheManager:
         self.block_pool = BlockPool(num_blocks, enable_prefix_caching)
         self.req_to_block_ids: dict[str, list[int]] = {}  # block tables; entry i holds positions i*block_size onwards
         self.num_hit_blocks: dict[str, int] = {}          # the first so many of its table, others had filled
-        self.num_cached_blocks: dict[str, int] = {}       # the first so many carry a name: hits, then published ones
+        self.num_cached_blocks: dict[str, int] = {}       # the first so many are cached: the hits, then its own full ones
 
     @property
     def num_free_blocks(self) -> int:
@@ -273,7 +273,7 @@ class KVCacheManager:
         return list(self.req_to_block_ids.get(request_id, ()))
 
     def update_block_hashes(self, request: Request) -> None:
-        """Name the blocks that the request's known tokens have filled since the last call. Its names stay with the
+        """Hash the blocks that the request's known tokens have filled since the last call. The hashes stay with the
         request, through preemption too, so each token is hashed once in its life.
         vLLM: v1/request.py:262 Request.update_block_hashes"""
         if not self.enable_prefix_caching:
@@ -334,11 +334,11 @@ class KVCacheManager:
         return True
 
     def _cache_full_blocks(self, request: Request, table: list[int], num_full: int) -> None:
-        """Publish the blocks that this step will fill, before it has: who is admitted later in this step may hit them.
+        """Cache the blocks that this step will fill, before it has: who is admitted later in this step may hit them.
 
         That is safe because a step is one batch and every layer writes the K/V of the whole batch before it attends.
         What must hold is that a planned step is run. Where it is not, because a request is preempted after it was
-        scheduled, `free` takes the names back.
+        scheduled, `free` takes them out again.
         vLLM: v1/core/single_type_kv_cache_manager.py:427 SingleTypeKVCacheManager.cache_blocks
         """
         for i in range(self.num_cached_blocks[request.request_id], num_full):
@@ -347,7 +347,7 @@ class KVCacheManager:
 
     def free(self, request: Request, forget: bool = False) -> None:
         """Let go of all blocks of a request that ended or is preempted; without blocks, do nothing. forget: what it has
-        written is wrong (NaN), so that nobody may find it; what it hit is others' work, and keeps its name.
+        written is wrong (NaN), so that nobody may find it; what it hit is others' work, and stays cached.
 
         In reverse: the tail of a sequence is worth least (a hit needs everything before it), so the tail must be reused
         first and the head, perhaps a system prompt that everybody shares, last.
@@ -359,15 +359,15 @@ class KVCacheManager:
         for block in blocks[num_hits:] if forget else ():
             self.block_pool.uncache_block(block)
         self.block_pool.free_blocks(reversed(blocks))
-        # Preempted in a step that had already scheduled it? That step was to fill these blocks: they are published, and
+        # Preempted in a step that had already scheduled it? That step was to fill these blocks: they are cached, and
         # now nobody will write them. Nobody has hit them yet, as a step that preempts admits no one, so it is in time
-        # to take their names away; they stay at the back, where vLLM puts them. At any other moment all that is
-        # published is written, and the slice is empty.
+        # to take them out of the cache; they stay at the back, where vLLM puts them. At any other moment all that is
+        # cached is written, and the slice is empty.
         for block in blocks[request.num_computed_tokens // self.block_size:num_cached]:
             self.block_pool.uncache_block(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all names, for instance after the weights changed. Refused (False) while any request holds a block.
+        """Forget all cached blocks, for instance after the weights changed. Refused (False) while any request holds a block.
         vLLM: v1/core/kv_cache_manager.py:627 KVCacheManager.reset_prefix_cache"""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
@@ -390,22 +390,22 @@ class KVCacheManager:
             assert len(set(table)) == len(table), f"{request} holds a block twice: {table}"
             for i, block_id in enumerate(table):
                 held[block_id] += 1
-                name = pool.blocks[block_id].block_hash
-                # A hit may have lost its name since: who wrote it turned out to write NaN.
-                assert (name is not None) == (i < self.num_cached_blocks[request_id]) or (
-                    name is None and i < self.num_hit_blocks[request_id]), f"{request}: name of block {i}"
-                assert name is None or name == request.block_hashes[i], f"{request}: block {i} has another text's name"
+                block_hash = pool.blocks[block_id].block_hash
+                # A hit may have left the cache since: who wrote it turned out to write NaN.
+                assert (block_hash is not None) == (i < self.num_cached_blocks[request_id]) or (
+                    block_hash is None and i < self.num_hit_blocks[request_id]), f"{request}: is block {i} cached?"
+                assert block_hash in (None, *request.block_hashes[i:i + 1]), f"{request}: block {i} has another text's hash"
         assert len(free) == len(free_ids) == pool.num_free_blocks, "the free list holds a block twice, or miscounts"
         assert 0 not in free_ids and held[0] == 0 and not pool.null_block.block_hash, "the null block was handed out"
         for block in pool.blocks[1:]:
             assert block.ref_cnt == held[block.block_id], f"{block}: {held[block.block_id]} tables hold it"
             assert (block.ref_cnt == 0) == (block.block_id in free_ids), f"{block} is neither free nor used, or both"
-            names = pool.cached_block_hash_to_block.get(block.block_hash, {})
-            assert block.block_hash is None or names.get(block.block_id) is block, f"{block} is not found by its name"
+            same_hash = pool.cached_block_hash_to_block.get(block.block_hash, {})
+            assert block.block_hash is None or same_hash.get(block.block_id) is block, f"{block} is not found by its hash"
         num_used = sum(count > 0 for count in held)
         assert len(free) + num_used + 1 == pool.num_blocks, f"{len(free)} free + {num_used} used + null is not the pool"
-        num_names = sum(len(names) for names in pool.cached_block_hash_to_block.values())
-        assert num_names == sum(b.block_hash is not None for b in pool.blocks), "the prefix cache names a block twice"
+        num_cached = sum(len(same_hash) for same_hash in pool.cached_block_hash_to_block.values())
+        assert num_cached == sum(b.block_hash is not None for b in pool.blocks), "the prefix cache holds a block twice"
 
 
 class KVCache:
@@ -444,3 +444,25 @@ class KVCache:
         """K and V of one block over all layers, in bytes. Llama-3-70B, FP16: 2 * 80 * 8 * 128 * 2 B = 320 KiB a
         token."""
         return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+if __name__ == "__main__":       # the life of three sequences, as in BlockPool's docstring
+    from request import Request, SamplingParams
+    manager = KVCacheManager(num_blocks=9, block_size=4)
+
+    def show(what):
+        free = [f"{b.block_id}{'*' if b.block_hash else ''}" for b in manager.block_pool.free_block_queue.get_all_free_blocks()]
+        print(f"{what:38}free, next first: {' '.join(free):23}tables {manager.req_to_block_ids}")
+
+    def start(request):
+        manager.update_block_hashes(request)
+        hits = manager.get_computed_blocks(request)
+        manager.allocate_slots(request, request.num_tokens - 4 * len(hits), hits)
+        request.num_computed_tokens = request.num_tokens
+        show(f"{request.request_id} starts: {request.num_tokens} tokens, {len(hits)} blocks hit")
+    a, b, c = (Request(name, ids, SamplingParams()) for name, ids in zip("ABC", (range(14), range(50, 56), [*range(8), 99])))
+    for what, request in (start, a), (start, b), (manager.free, a), (manager.free, b), (start, c):
+        what(request)
+        if what != start:
+            show(f"{request.request_id} ends")
+    print("*: cached, it can still be hit")

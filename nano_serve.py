@@ -211,7 +211,7 @@ class LLMEngine:
             check_invariants(self.scheduler)
 
     def _break_off(self, reason):
-        """The scheduler counts a step's tokens, and publishes their blocks to the prefix cache, before the step runs. If
+        """The scheduler counts a step's tokens, and caches the blocks they fill, before the step runs. If
         it then doesn't run to its end, those blocks hold nothing: no request may go on, and no lookup may find them.
         What a request has so far comes back."""
         self._results += self.outputs.end_all("error", reason, self.clock())

@@ -434,3 +434,17 @@ def check_invariants(scheduler: Scheduler, output: SchedulerOutput | None = None
         assert [r.request_id for r in output.scheduled_requests] == list(output.num_scheduled_tokens), "two plans"
         assert output.num_scheduled_tokens.keys() <= running_ids, "someone is scheduled but not running"
         assert min(output.num_scheduled_tokens.values(), default=1) >= 1, "someone is scheduled without a token"
+
+
+if __name__ == "__main__":       # the opening's example: budget 8, A has ten prompt tokens and B, who comes later, three
+    from request import SamplingParams
+    demo = Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32), KVCacheManager(16, 4))
+    demo.add_request(Request("A", range(10), SamplingParams(max_tokens=3)))
+    for step in range(5):
+        if step == 1:
+            demo.add_request(Request("B", range(50, 53), SamplingParams(max_tokens=2)))
+        plan = demo.schedule()
+        pieces = [f"{i} {plan.num_computed_tokens[i]}→{plan.num_computed_tokens[i] + n}" for i, n in plan.num_scheduled_tokens.items()]
+        ended = demo.update_from_output(plan, dict.fromkeys(plan.num_scheduled_tokens, 7))      # whatever the model says
+        print(f"step {step}   {', '.join(pieces) or 'nothing to do':20}budget {'█' * plan.total_num_scheduled_tokens:8}"
+              f" {plan.total_num_scheduled_tokens}/8   {', '.join(r.request_id + ' ends' for r in ended)}")

@@ -137,7 +137,7 @@ def running_example(llm):
     """The running example's prompt for the tiny model, as token ids: ledger.SYSTEM + ledger.QUESTION of them."""
     text = json.loads((HERE.parent.parent / "models" / "running_example.json").read_text(encoding="utf-8"))
     messages = [{"role": "system", "content": text["system"]}, {"role": "user", "content": text["question"]}]
-    return llm.engine.tokenize({"messages": messages})[1]
+    return llm.engine.inputs.tokenize({"messages": messages})[1]
 
 
 def greedy(max_tokens):
