@@ -132,7 +132,7 @@ def test_golden_trace():
     assert ids(queue) == [3, 5]
 
 
-def test_unnamed_blocks_return_to_the_front_only_if_the_pool_caches():
+def test_uncached_blocks_return_to_the_front_only_if_the_pool_caches():
     for caching, order in [(True, [3, 2, 1, 4, 5]), (False, [4, 5, 3, 2, 1])]:
         pool = BlockPool(6, enable_caching=caching)
         pool.free_blocks(reversed(pool.get_new_blocks(3)))
@@ -166,7 +166,7 @@ def test_freeing_twice_is_an_error():
     assert manager.num_free_blocks == 3 and manager.get_block_ids("a") == []
 
 
-# --- names ---
+# --- cached blocks ---
 
 def test_hashes_chain():
     h0 = hash_block_tokens(NONE_HASH, [1, 2])
@@ -183,7 +183,7 @@ def test_hashes_do_not_depend_on_the_process():
     assert out == {hash_block_tokens(NONE_HASH, [1, 2, 128000]).hex()}
 
 
-def test_names_are_extended_as_blocks_fill():
+def test_hashes_are_extended_as_blocks_fill():
     manager = KVCacheManager(9, 4)
     request = make_request(manager, "a", range(10))
     first = list(request.block_hashes)
@@ -197,7 +197,7 @@ def test_names_are_extended_as_blocks_fill():
     assert make_request(off, "c", range(10)).block_hashes == []
 
 
-def test_two_blocks_of_one_name():
+def test_two_blocks_of_one_hash():
     pool = BlockPool(6)
     a, b = pool.get_new_blocks(2)
     for block in (a, b):
@@ -207,13 +207,13 @@ def test_two_blocks_of_one_name():
     assert pool.get_cached_block(b"x") is b
     pool.uncache_block(b)
     assert pool.get_cached_block(b"x") is None and pool.cached_block_hash_to_block == {}
-    pool.uncache_block(b)  # no name, nothing to do
+    pool.uncache_block(b)  # not cached, nothing to do
     pool.cache_full_block(a, b"x")
-    with pytest.raises(AssertionError, match="has a name already"):
+    with pytest.raises(AssertionError, match="is cached already"):
         pool.cache_full_block(a, b"y")
 
 
-def test_a_block_taken_for_new_content_loses_its_name():
+def test_a_block_taken_for_new_content_leaves_the_cache():
     manager = KVCacheManager(4, 2)
     a = make_request(manager, "a", [1, 2, 3, 4, 5])
     allocate(manager, a, 5)
@@ -230,12 +230,12 @@ def test_a_block_taken_for_new_content_loses_its_name():
 def test_the_worked_example_of_ten_tokens():
     manager = KVCacheManager(9, 4)
     request = make_request(manager, "a", range(10))
-    named = lambda: [b.block_id for b in manager.block_pool.blocks if b.block_hash]  # noqa: E731
-    assert allocate(manager, request, 10) and manager.get_block_ids("a") == [1, 2, 3] and named() == [1, 2]
+    cached = lambda: [b.block_id for b in manager.block_pool.blocks if b.block_hash]  # noqa: E731
+    assert allocate(manager, request, 10) and manager.get_block_ids("a") == [1, 2, 3] and cached() == [1, 2]
     for token, table, names in [(10, [1, 2, 3], [1, 2]), (11, [1, 2, 3], [1, 2, 3]), (12, [1, 2, 3, 4], [1, 2, 3])]:
         request.append_output_token_id(token)
         manager.update_block_hashes(request)
-        assert allocate(manager, request, 1) and (manager.get_block_ids("a"), named()) == (table, names)
+        assert allocate(manager, request, 1) and (manager.get_block_ids("a"), cached()) == (table, names)
     assert manager.usage == 4 / 8 and manager.num_free_blocks == 4
     manager.get_block_ids("a").append(99)  # the caller's copy
     assert manager.get_block_ids("a") == [1, 2, 3, 4] and manager.get_block_ids("nobody") == []
@@ -321,3 +321,34 @@ def test_blocks_of_the_running_example():
     second = make_request(manager, "second", [*range(2000), *range(5000, 5050)])
     hits = manager.get_computed_blocks(second)
     assert len(hits) == 125 and second.num_tokens - len(hits) * 16 == 50
+
+
+# --- holes that a fault once slipped through ---
+
+def test_a_block_that_a_dropped_step_would_have_filled_is_no_hit():
+    """Preempted after it was scheduled: 3 of 4 slots are written, the step that was to fill the block never runs."""
+    manager = KVCacheManager(9, 4)
+    request = make_request(manager, "first", range(5))
+    assert manager.allocate_slots(request, 3)
+    request.num_computed_tokens = 3
+    assert manager.allocate_slots(request, 1)                # caches block 1 before the step, as it does
+    manager.free(request)
+    again = make_request(manager, "again", range(5))
+    assert manager.get_computed_blocks(again) == []
+
+
+def test_what_a_failed_request_wrote_is_no_hit_and_what_it_hit_still_is():
+    manager = KVCacheManager(20, 4)
+    good, bad = make_request(manager, "good", range(8)), make_request(manager, "bad", [*range(8), *range(50, 59)])
+    for request in (good, bad):
+        hits = manager.get_computed_blocks(request)
+        assert manager.allocate_slots(request, request.num_tokens - 4 * len(hits), hits)
+        request.num_computed_tokens = request.num_tokens
+    sharer = make_request(manager, "sharer", [*range(8), *range(50, 59)])      # hits what the bad one wrote, too
+    hits = manager.get_computed_blocks(sharer)
+    assert len(hits) == 4 and manager.allocate_slots(sharer, 1, hits)
+    sharer.num_computed_tokens = 17
+    manager.free(bad, forget=True)
+    manager.check_invariants({"good": good, "sharer": sharer})
+    again = make_request(manager, "again", [*range(8), *range(50, 59)])
+    assert len(manager.get_computed_blocks(again)) == 2
