@@ -2,6 +2,7 @@
 
     python chapters/tools/show.py records.jsonl                        the step table and the timeline
     python chapters/tools/show.py records.jsonl --trace trace.json     open it in ui.perfetto.dev or chrome://tracing
+    python chapters/tools/show.py records.jsonl --player out.html      a page that plays the steps, in any browser
 
 `nano_serve.py --records FILE` and `bench.py --records FILE` write such a file, one StepRecord a line.
 
@@ -23,7 +24,7 @@ import json
 import math
 import pathlib
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
@@ -396,10 +397,21 @@ def chrome_trace(records) -> dict:
     return {"traceEvents": heads + events, "displayTimeUnit": "ms"}
 
 
+def player_page(records, title: str) -> str:
+    """player.html with the records in it. What a request's text holds stays text: in JSON only strings have a "<", and
+    written as \\u003c it can't close the script element, open a comment, or end the title."""
+    rows = "\n".join(json.dumps(asdict(record)).replace("<", "\\u003c") for record in records)
+    page = (HERE / "player.html").read_text(encoding="utf-8")
+    title = title.encode("utf-8", "replace").decode()     # a lone surrogate is no text
+    page = page.replace("<title>nano-serve player</title>", f"<title>{html.escape(title)}</title>")
+    return page.replace('id="records"></script>', f'id="records">\n{rows}\n</script>')
+
+
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("file", help="StepRecords as JSON lines")
     parser.add_argument("--trace", metavar="OUT.json", help="write a Chrome/Perfetto trace instead of printing")
+    parser.add_argument("--player", metavar="OUT.html", help="write a page that plays the steps instead of printing")
     parser.add_argument("--save", metavar="DIR", help="save the step table and the timeline as SVG too")
     parser.add_argument("--max-steps", type=int, default=40, help="rows of the step table before its middle is cut")
     args, console = parser.parse_args(argv), make_console()
@@ -411,6 +423,12 @@ def main(argv=None) -> int:
             with naming("--trace", args.trace):
                 pathlib.Path(args.trace).write_text(json.dumps(chrome_trace(records)), encoding="utf-8")
             print(f"{args.trace}: {len(records)} steps; open it in https://ui.perfetto.dev")
+            return 0
+        if args.player:
+            with naming("--player", args.player):
+                page = player_page(records, pathlib.Path(args.file).name)
+                pathlib.Path(args.player).write_text(page, encoding="utf-8")
+            print(f"{args.player}: {len(records)} steps; open it in a browser")
             return 0
         pictures = {"steps": StepTable(records, args.max_steps), "timeline": Timeline(records)}
         console.print(Group(*pictures.values()))
