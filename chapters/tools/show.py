@@ -296,9 +296,7 @@ class LineChart:
 
     def __post_init__(self):
         values = [y for ys in self.series.values() for y in ys if y is not None]
-        largest = max(values + [self.limit[0] if self.limit else 0]) or 1
-        scale = 10 ** math.floor(math.log10(largest))
-        self.top = next(step * scale for step in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if step * scale >= largest * 0.9999)
+        self.top = svg.nice_top(max(values + [self.limit[0] if self.limit else 0]))
 
     def at(self, x) -> float:
         """0..1 along the x axis."""

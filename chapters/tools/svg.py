@@ -139,14 +139,14 @@ def _axes(drawing, left, top, w, h, y_top, y_label):
 
 
 def _x_ticks(drawing, ticks, y, at):
-    """Numbers under the axis, left to right; one that would touch the one before is left out."""
-    edge = -math.inf
-    for x in ticks:
-        words, place = f"{x:g}", at(x)
-        if place - text_width(words) / 2 > edge + 6:
-            drawing.text(place, y + 18, words, "middle", GREY)
-            drawing.path(f"M{place:.1f} {y:.1f}v4", GREY)
-            edge = place + text_width(words) / 2
+    """Numbers under the axis: all of them, or every second, fifth, tenth …, the first step at which none touch."""
+    def room(some):
+        return all(at(b) - at(a) > (text_width(f"{a:g}") + text_width(f"{b:g}")) / 2 + 7 for a, b in zip(some, some[1:]))
+    ticks = list(ticks)
+    every = next((n * scale for scale in (1, 10, 100, 1000) for n in (1, 2, 5) if room(ticks[::n * scale])), len(ticks))
+    for x in ticks[::every]:
+        drawing.text(at(x), y + 18, f"{x:g}", "middle", GREY)
+        drawing.path(f"M{at(x):.1f} {y:.1f}v4", GREY)
 
 
 def line_chart(title, xs, series, x_label="", y_label="", limit=None, region=None, log_x=False, y_top=None, width=760,
@@ -396,7 +396,7 @@ def seats(title, rows, words, width=760) -> str:
 def table(title, columns, rows, width=960) -> str:
     """columns: heads, one that ends in ">" is set to the right; rows: anything.  Long texts wrap."""
     heads, cells = [str(c).removesuffix(">") for c in columns], [[str(cell) for cell in row] for row in rows]
-    sizes = [max(map(text_width, column)) + 4 for column in zip(heads, *cells)]
+    sizes = [max([1.1 * text_width(head), *map(text_width, column)]) + 4 for head, *column in zip(heads, *cells)]
     gap, room = 22, width - 2 * MARGIN
     while (over := sum(sizes) + gap * (len(sizes) - 1) - room) > 0:
         widest = sizes.index(max(sizes))
