@@ -111,11 +111,13 @@ def test_the_run_has_what_the_page_is_to_show():
 
 
 @needs_browser
-def test_every_step_shows_what_the_scheduler_knew(tmp_path):
+@pytest.mark.parametrize("snapshot", [3, 64])
+def test_every_step_shows_what_the_scheduler_knew(snapshot, tmp_path):
     """Forwards, backwards and in leaps: queue, running, blocks held, shared, free but cached, against the scheduler."""
+    page = show.player_page(RECORDS, "t").replace("SNAPSHOT = 64", f"SNAPSHOT = {snapshot}")
     order = [*range(len(RECORDS)), *range(len(RECORDS) - 1, -1, -1)]
     order += random.Random(2).choices(range(len(RECORDS)), k=60)
-    dom = browse(tmp_path, show.player_page(RECORDS, "t"), extra=ASK + f"""
+    dom = browse(tmp_path, page, extra=ASK + f"""
         report({order}.map((at) => {{ seek(at); draw(); return {{ ...document.body.dataset }}; }}));""")
     for at, shown in zip(order, result(dom), strict=True):
         assert {key: int(shown[key]) for key in TRUTH[at]} == TRUTH[at], f"step {at}"
