@@ -197,13 +197,15 @@ class LLMEngine:
         for request in failed:
             self.scheduler.finish_request(request.request_id, "error")
         self.scheduler.update_from_output(output, sampled)
+        texts = {}
         for request in ends:
             i = request.request_id
             error = None if i in sampled else NOT_FINITE
             self._results.append(self.outputs.process(i, sampled.get(i), logprobs.get(i), error, now))
+            texts[i] = self._results[-1].outputs[0].delta
         finished = [r.request_id for r in ends if r.finish_reason is not None]      # by a token, or by a stop string
         self.records.append(self.scheduler.make_record(self.num_steps, output, sampled, start, self.clock() - start,
-                                                       finished))
+                                                       finished, texts))
         self.num_steps += 1
         if len(self.records) > self.args.max_records:
             del self.records[0]

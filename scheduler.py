@@ -146,6 +146,9 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     num_computed_tokens: dict[str, int] = field(default_factory=dict)  # before this step's, prefix hits included
     num_hit_blocks: dict[str, int] = field(default_factory=dict)       # of those admitted in this step
+    new_block_ids: dict[str, list[int]] = field(default_factory=dict)  # what each block table gains, hits first
+    arrived: dict[str, int] = field(default_factory=dict)              # since the last plan: id → prompt tokens
+    aborted: list[str] = field(default_factory=list)                   # since the last plan; not who came since, too
     preempted_req_ids: list[str] = field(default_factory=list)
     scheduled_requests: list[Request] = field(default_factory=list)
     total_num_scheduled_tokens: int = 0
@@ -190,6 +193,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # everyone alive, running or waiting
         self.running: list[Request] = []        # in order of admission; schedule() serves it from the front
         self.waiting = FCFSRequestQueue() if config.policy == "fcfs" else PriorityRequestQueue()
+        self.arrived, self.aborted = {}, []     # since the last plan, for its record
         self.pool_limit = kv_cache_manager.num_usable_blocks * kv_cache_manager.block_size
         self.max_model_len = min(config.max_model_len, self.pool_limit)
         self.max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
@@ -219,6 +223,7 @@ class Scheduler:
         self.kv_cache_manager.update_block_hashes(request)
         self.requests[request_id] = request
         self.waiting.add_request(request)
+        self.arrived[request_id] = num_tokens
 
     def abort_request(self, request_id: str) -> Request | None:
         """End a request at once, in whatever state. Unknown or finished ids are ignored, so twice does no harm."""
@@ -237,6 +242,8 @@ class Scheduler:
             self.waiting.remove_request(request)
         request.finish_reason, request.stop_reason = finish_reason, stop_reason
         self._free_request(request)
+        if self.arrived.pop(request_id, None) is None and finish_reason == "abort":
+            self.aborted.append(request_id)
         return request
 
     def _free_request(self, request: Request) -> None:
@@ -256,12 +263,16 @@ class Scheduler:
         blocks that were just set free, so that the next step preempts again.
         vLLM: v1/core/sched/scheduler.py:439 Scheduler.schedule
         """
-        output = SchedulerOutput()
+        output = SchedulerOutput(arrived=self.arrived, aborted=self.aborted)
+        self.arrived, self.aborted = {}, []
         token_budget = self._schedule_running(output, self.config.max_num_batched_tokens)
         if not output.preempted_req_ids:
             token_budget = self._schedule_waiting(output, token_budget)
         # They count as computed from here on, although the model has yet to run: the next plan builds on this one.
+        block_size, tables = self.kv_cache_manager.block_size, self.kv_cache_manager.req_to_block_ids
         for request, num_new_tokens in zip(output.scheduled_requests, output.num_scheduled_tokens.values()):
+            held = 0 if request.request_id in output.num_hit_blocks else -(-request.num_computed_tokens // block_size)
+            output.new_block_ids[request.request_id] = tables[request.request_id][held:]
             request.num_computed_tokens += num_new_tokens
         output.total_num_scheduled_tokens = self.config.max_num_batched_tokens - token_budget
         output.num_running, output.num_waiting = len(self.running), len(self.waiting)
@@ -368,16 +379,19 @@ class Scheduler:
         return finished
 
     def make_record(self, step: int, output: SchedulerOutput, sampled: dict[str, int], time: float, duration: float,
-                    finished: list[str]) -> StepRecord:
-        """The step as a record, once it has run. `finished`: the ids that ended in it; times in seconds."""
+                    finished: list[str], texts: dict[str, str] | None = None) -> StepRecord:
+        """The step as a record, once it has run. `finished`: the ids that ended in it; `texts`: what each one's text
+        gained; times in seconds."""
         requests = [RequestStep(request.request_id, output.num_computed_tokens[request.request_id], num_new_tokens,
                                 output.num_hit_blocks.get(request.request_id, 0), sampled.get(request.request_id),
-                                request.num_prompt_tokens, request.arrival_time)
+                                request.num_prompt_tokens, request.arrival_time,
+                                output.new_block_ids[request.request_id], (texts or {}).get(request.request_id, ""))
                     for request, num_new_tokens in zip(output.scheduled_requests, output.num_scheduled_tokens.values())]
         return StepRecord(step, time, duration, requests, self.config.max_num_batched_tokens,
                           output.total_num_scheduled_tokens, output.num_running, output.num_waiting,
                           list(output.preempted_req_ids), output.num_free_blocks,
-                          self.kv_cache_manager.num_usable_blocks, list(finished))
+                          self.kv_cache_manager.num_usable_blocks, list(finished), output.arrived, output.aborted,
+                          self.kv_cache_manager.block_size, self.kv_cache_manager.enable_prefix_caching)
 
 
 @dataclass
@@ -391,6 +405,8 @@ class RequestStep:
     sampled: int | None
     num_prompt_tokens: int
     arrival_time: float = 0.0  # on the engine's clock: what a picture needs to show the wait before the first step
+    blocks: list[int] = field(default_factory=list)  # ids its block table gained, the hits first
+    text: str = ""                                   # that its answer gained
 
 
 @dataclass
@@ -411,6 +427,10 @@ class StepRecord:
     free_blocks: int
     total_blocks: int
     finished: list[str]
+    arrived: dict = field(default_factory=dict)  # since the step before: id → prompt tokens; who was aborted
+    aborted: list[str] = field(default_factory=list)
+    block_size: int = 0                          # 0: a record without block ids
+    enable_prefix_caching: bool = False
 
 
 def check_invariants(scheduler: Scheduler, output: SchedulerOutput | None = None) -> None:

@@ -211,8 +211,12 @@ def test_how_an_answer_ends(llm, params, text, ids, finish_reason, stop_reason):
     (output,) = llm.generate("v", params)
     for answer in output.outputs:
         assert (answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason) == (text, ids, finish_reason, stop_reason)
+    before = len(llm.engine.records)
     joined, last = collect(llm, ["v"], params)
     assert set(joined.values()) == {text} and len(joined) == 2
+    parts = [part for record in llm.engine.records[before:] for part in record.requests]
+    recorded = {part.request_id: "".join(p.text for p in parts if p.request_id == part.request_id) for part in parts}
+    assert list(recorded.values()) == [text] * 2
     assert {o.outputs[0].finish_reason for o in last.values()} == {finish_reason}
     assert sorted(llm.engine.records[-1].finished) == sorted(f"{j}_{o.request_id}" for (_, j), o in last.items())
 

@@ -717,6 +717,49 @@ def test_step_records_are_json_and_tell_the_step():
     assert json.loads(json.dumps([dataclasses.asdict(record) for record in records]))[1]["requests"][0]["scheduled"] == 2
 
 
+def test_records_alone_tell_who_holds_what_and_who_waits():
+    """Played from the records, with nothing else known: the block tables after each step and the queue are the
+    scheduler's own, through hits, preemptions, aborts of waiting and of running requests, and an id that comes again.
+    What is recorded of a step doesn't grow with the length of the sequences."""
+    engine, tables, waiting, records = Engine(bs=4, nb=12, tok=16, seqs=4), {}, set(), []
+    preempted = hits = 0
+    for i in range(9):
+        engine.add(str(i), tokens(9, seed=i % 3), n=12)
+    for number in range(80):
+        if number == 4:
+            engine.scheduler.abort_request("7")                           # waits
+            engine.scheduler.abort_request(engine.scheduler.running[0].request_id)
+            engine.add("7", tokens(5, seed=9), n=3)
+            engine.add("brief", tokens(5), n=3)
+            engine.scheduler.abort_request("brief")                       # no step has seen it
+        if not engine.scheduler.has_unfinished_requests():
+            break
+        output, sampled, finished = engine.step()
+        record = engine.scheduler.make_record(number, output, sampled, 0.0, 1.0, [r.request_id for r in finished])
+        record = json.loads(json.dumps(dataclasses.asdict(record)))
+        for name in record["aborted"]:
+            tables.pop(name, None), waiting.discard(name)
+        waiting |= record["arrived"].keys()
+        for name in record["preempted"]:
+            del tables[name]
+            waiting.add(name)
+        for part in record["requests"]:
+            tables.setdefault(part["request_id"], []).extend(part["blocks"])
+            waiting.discard(part["request_id"])
+            hits += part["hit_blocks"]
+            assert len(part["blocks"]) <= part["hit_blocks"] + -(-part["scheduled"] // 4) + 1
+        for name in record["finished"]:
+            del tables[name]
+        preempted += len(record["preempted"])
+        assert tables == engine.manager.req_to_block_ids, f"step {number}"
+        assert waiting == {r.request_id for r in engine.scheduler.waiting.values()}, f"step {number}"
+        assert "brief" not in record["arrived"] and "brief" not in record["aborted"]
+        records.append(record)
+    assert preempted and hits and records[4]["aborted"] and records[4]["arrived"] == {"7": 5}
+    assert (records[0]["block_size"], records[0]["enable_prefix_caching"]) == (4, True)
+    assert not tables and not waiting
+
+
 def break_ref_cnt(engine):
     engine.manager.block_pool.blocks[engine.manager.get_block_ids("a")[0]].ref_cnt += 1
 

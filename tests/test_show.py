@@ -223,6 +223,16 @@ def test_empty_run():
 # --- files and the command --------------------------------------------------------------------------------------------
 
 
+def test_records_from_before_there_were_block_ids_are_read(tmp_path):
+    row = asdict(SCRIPT[2])
+    for name in ("arrived", "aborted", "block_size", "enable_prefix_caching"):
+        del row[name]
+    for part in row["requests"]:
+        del part["blocks"], part["text"]
+    (tmp_path / "old.jsonl").write_text(json.dumps(row))
+    assert show.load_records(tmp_path / "old.jsonl") == [SCRIPT[2]]
+
+
 def test_records_survive_the_file(tmp_path):
     path = tmp_path / "records.jsonl"
     bench.write_records(path, SCRIPT)
@@ -244,6 +254,14 @@ def test_command(tmp_path):
     assert {p.name for p in (tmp_path / "pictures").iterdir()} == {"steps.svg", "timeline.svg"}
     assert command(str(path), "--trace", str(trace)).returncode == 0
     assert json.loads(trace.read_text()) == chrome_trace(SCRIPT)
+    drawn = (tmp_path / "pictures" / "timeline.svg").read_text(encoding="utf-8")
+    assert all(f">{words}</text>" in drawn for words in ("a", "b", "waiting", "preempted (抢占)", "decode"))
+    assert "a C 2→4" not in drawn and "b C 2→4 (1 block hit)" in (tmp_path / "pictures" / "steps.svg").read_text("utf-8")
+    page = tmp_path / "out.html"
+    assert command(str(path), "--player", str(page)).returncode == 0
+    data = page.read_text(encoding="utf-8").split('id="records">')[1].split("</script>")[0]
+    assert [json.loads(line) for line in data.strip().splitlines()] == [asdict(record) for record in SCRIPT]
+    assert "<title>records.jsonl</title>" in page.read_text(encoding="utf-8")
     wrong = command(str(tmp_path / "none.jsonl"))
     assert wrong.returncode == 2 and "none.jsonl" in wrong.stderr and "Traceback" not in wrong.stderr
 
@@ -260,7 +278,7 @@ def test_a_record_with_a_field_of_another_type_is_named(field, value, tmp_path, 
     assert field == "requests" or f"{field} is {value!r}, must be " in shown.err
 
 
-@pytest.mark.parametrize("option,path", [("--trace", "/nope/x"), ("--save", "/proc/x")])
+@pytest.mark.parametrize("option,path", [("--trace", "/nope/x"), ("--player", "/nope/x"), ("--save", "/proc/x")])
 def test_a_file_that_cannot_be_written_is_named(option, path, tmp_path, capsys):
     bench.write_records(tmp_path / "records.jsonl", SCRIPT)
     assert show.main([str(tmp_path / "records.jsonl"), option, path]) == 2

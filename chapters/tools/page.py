@@ -28,6 +28,7 @@ from rich.rule import Rule  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
+import svg  # noqa: E402
 from options import check_folder, make_console  # noqa: E402
 from request import SamplingParams  # noqa: E402
 from show import save_svg  # noqa: E402
@@ -80,6 +81,7 @@ class Page:
 
     def table(self, title, columns, rows, name=None):
         """Rows of anything; a column whose head ends in ">" is set to the right, the first is kept whole."""
+        rows = list(rows)
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
                       show_edge=False, padding=(0, 1, 0, 0))
         for i, column in enumerate(columns):
@@ -87,6 +89,7 @@ class Page:
             table.add_column(column.removesuffix(">"), justify=justify, no_wrap=no_wrap)
         for row in rows:
             table.add_row(*[Text(str(cell)) for cell in row])
+        table.svg = lambda: svg.table(title, columns, rows)          # as the other pictures have it
         self.show(table, name)
 
     def show(self, picture, name=None):
@@ -120,6 +123,10 @@ class Seats:
                     line.append(letter, "dim" if letter == "." else colour + " reverse" * letter.isupper())
                 yield line
             yield Text("")
+
+    def svg(self, title="Who sat where, step by step"):
+        words = {"prefill": "prefill", "decode": "decode", "idle": "computed for nobody", "step": "step"}
+        return svg.seats(title, [(f"seat {i + 1}", row) for i, row in enumerate(self.seats)], words)
 
 
 def ms(seconds, estimated=False):

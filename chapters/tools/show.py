@@ -2,6 +2,7 @@
 
     python chapters/tools/show.py records.jsonl                        the step table and the timeline
     python chapters/tools/show.py records.jsonl --trace trace.json     open it in ui.perfetto.dev or chrome://tracing
+    python chapters/tools/show.py records.jsonl --player out.html      a page that plays the steps, in any browser
 
 `nano_serve.py --records FILE` and `bench.py --records FILE` write such a file, one StepRecord a line.
 
@@ -10,20 +11,20 @@
     BarChart    a few numbers side by side    chrome_trace, save_svg
 
 Each picture is a rich renderable: `rich.print(Timeline(records))`.  A letter says what a colour says, so a black and
-white printout loses nothing, and a picture asks the console for its width.  vLLM has no such file; its metrics go to
+white printout loses nothing, and a picture asks the console for its width.  Its svg() draws it anew, with svg.py.
+vLLM has no such file; its metrics go to
 Prometheus, its traces to OpenTelemetry.  Read `phases` first: it alone decides what a request was doing in a step.
 """
 from __future__ import annotations
 
 import argparse
 import html
-import io
 import itertools
 import json
 import math
 import pathlib
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
@@ -32,6 +33,7 @@ from rich.console import Console, Group  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
+import svg  # noqa: E402
 from options import check_types, end_quietly, make_console, naming  # noqa: E402
 from scheduler import RequestStep, StepRecord  # noqa: E402
 
@@ -133,6 +135,18 @@ class StepTable:
                                 for name in columns])
         yield table
 
+    def svg(self) -> str:
+        """The same rows; all columns."""
+        letters, records, half = phases(self.records), self.records, self.max_steps // 2
+        hidden = range(half, len(records) - half) if len(records) > self.max_steps else range(0)
+        rows = [(r.step, f"{1e3 * (r.time - records[0].time):.1f}", f"{1e3 * r.duration:.1f}", self.who(r, i, letters),
+                 f"{r.used}/{r.budget}", r.running, r.waiting, f"{r.free_blocks}/{r.total_blocks}")
+                for i, r in enumerate(records) if i not in hidden]
+        if hidden:
+            rows.insert(half, ("…", "", "", f"{len(hidden)} steps more", "", "", "", ""))
+        heads = ["step>", "start ms>", "took ms>", "requests", "tokens>", "run>", "wait>", "free blocks>"]
+        return svg.table("steps", heads, rows)
+
     def who(self, record, index, letters) -> str:
         """Everybody by name while they are few; decodes, which are all alike, are counted once they are many."""
         parts = [(request, letters[request.request_id][index]) for request in record.requests]
@@ -177,6 +191,22 @@ class Timeline:
             yield Text(f"One column is {per} steps: the first of these letters that occurs in them.", style="dim")
 
 
+    def svg(self, title: str = "Who did what in which step") -> str:
+        """A lane a request; every chunk and every preemption has its own piece, whatever the number of steps."""
+        rows, letters = {}, phases(self.records)
+        for name in list(letters)[:self.max_requests]:
+            rows[name] = spans = []
+            for i, letter in sorted(letters[name].items()):
+                if spans and spans[-1][1:] == (i, letter) and letter in "wd-":
+                    spans[-1] = spans[-1][0], i + 1, letter
+                else:
+                    spans.append((i, i + 1, letter))
+        more = len(letters) - len(rows)
+        return svg.lanes(title, rows, len(self.records), {letter: words for letter, (words, _) in PHASES.items()},
+                         first_column=self.records[0].step if self.records else 0,
+                         note=f"… and {more} requests more" if more else "")
+
+
 @dataclass
 class BlockMap:
     """The pool, block by block: the requests' letters, and what is free or remembered.
@@ -213,6 +243,15 @@ class BlockMap:
         yield Text("   ".join(f"{chr(ord('a') + i % 26)} {name}" for i, name in enumerate(names)))
 
 
+    def svg(self, title: str = "The KV block pool") -> str:
+        manager, names = self.kv_cache_manager, list(self.kv_cache_manager.req_to_block_ids)
+        tables = [manager.get_block_ids(name) for name in names]
+        cells = [(block.block_id, [i for i, table in enumerate(tables) if block.block_id in table],
+                  block.block_hash is not None) for block in manager.block_pool.blocks[1:]]
+        return svg.blocks(title, cells, names, {"full": "full and cached", "part": "not full yet", "free": "free",
+                                                "shared": "shared by two", "cached": "free, still cached"})
+
+
 @dataclass
 class BarChart:
     """Labelled numbers as bars from zero: [(label, value), ...], none negative.  `unit` stands behind each number."""
@@ -231,9 +270,11 @@ class BarChart:
             yield Text.assemble(f"{name!s:<{label}} ", f"{value:>{number},.4g}{self.unit and ' ' + self.unit} ",
                                 (bar, ("blue", "green", "magenta", "cyan")[i % 4]), no_wrap=True)
 
+    def svg(self) -> str:
+        return svg.bar_chart(self.title, self.rows, self.unit)
+
 
 MARKERS = "ox+*#%@"
-COLOURS = ("#1f6feb", "#c2410c", "#15803d", "#7e22ce", "#b91c1c", "#0f766e", "#525252")
 
 
 @dataclass
@@ -255,9 +296,7 @@ class LineChart:
 
     def __post_init__(self):
         values = [y for ys in self.series.values() for y in ys if y is not None]
-        largest = max(values + [self.limit[0] if self.limit else 0]) or 1
-        scale = 10 ** math.floor(math.log10(largest))
-        self.top = next(step * scale for step in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if step * scale >= largest * 0.9999)
+        self.top = svg.nice_top(max(values + [self.limit[0] if self.limit else 0]))
 
     def at(self, x) -> float:
         """0..1 along the x axis."""
@@ -304,55 +343,17 @@ class LineChart:
         yield Text("   ".join([f"{MARKERS[i % len(MARKERS)]} {name}" for i, name in enumerate(self.series)]
                               + ([f"--- {self.limit[1]}"] if self.limit else [])))
 
-    def svg(self, width: int = 720, height: int = 320) -> str:
+    def svg(self) -> str:
         """The chart as an SVG document."""
-        left, right, top, bottom = 64, 16, 34, 64
-        w, h = width - left - right, height - top - bottom
-
-        def text(x, y, words, anchor="middle", extra=""):
-            return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {extra}>{html.escape(str(words))}</text>'
-
-        parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-                 f'font-size="12"><rect width="{width}" height="{height}" fill="white"/>',
-                 text(left, 16, self.title, "start", 'font-weight="bold"')]
-        if self.region:
-            x0, x1 = [left + w * self.at(x) for x in self.region[:2]]
-            parts += [f'<rect x="{x0:.1f}" y="{top}" width="{max(x1 - x0, 3):.1f}" height="{h}" fill="#dcfce7"/>',
-                      text((x0 + x1) / 2, top + 12, self.region[2])]
-        for i in range(5):
-            y = top + h * (1 - i / 4)
-            parts += [f'<path d="M{left} {y:.1f}h{w}" stroke="#ddd"/>',
-                      text(left - 6, y + 4, f"{self.top * i / 4:,g}", "end")]
-        parts += [text(left + w * self.at(x), top + h + 16, f"{x:g}") for x in self.xs[::max(1, len(self.xs) // 12)]]
-        parts += [text(left + w / 2, top + h + 33, self.x_label),
-                  text(left, top - 4, self.y_label, "start", 'fill="#555"')]
-        if self.limit:
-            y = top + h * (1 - self.limit[0] / self.top)
-            parts += [f'<path d="M{left} {y:.1f}h{w}" stroke="black" stroke-dasharray="6 4"/>',
-                      text(left + 4, y - 4, self.limit[1], "start")]
-        for i, name in enumerate(self.series):
-            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-            stroke = f'stroke="{colour}" stroke-width="2" stroke-dasharray="{("none", "7 3", "2 3", "9 3 2 3")[i % 4]}"'
-            points = [(left + w * x, top + h * (1 - y)) for x, y in self.points(name)]
-            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            parts.append(f'<polyline points="{line}" fill="none" {stroke}/>')
-            parts += [text(x, y + 4, marker, "middle", f'fill="{colour}" font-weight="bold"') for x, y in points]
-            parts.append(text(left + 150 * i, height - 10, f"{marker} {name}", "start", f'fill="{colour}"'))
-        return "\n".join(parts + ["</svg>\n"])
+        return svg.line_chart(self.title, self.xs, self.series, self.x_label, self.y_label, self.limit, self.region,
+                              self.log_x, self.top)
 
 
-def save_svg(picture, path, width: int = 100) -> None:
-    """Write a picture as SVG: a chart draws itself, all else is as the console would show it, `width` columns wide.
-    The same picture gives the same file."""
-    if hasattr(picture, "svg"):
-        document = picture.svg()
-    else:
-        console = Console(width=width, record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-        console.print(picture)
-        document = console.export_svg(title="nano-serve")
+def save_svg(picture, path) -> None:
+    """Write a picture, which has a method svg(), as a file.  The same picture gives the same file."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(document, encoding="utf-8")
+    path.write_text(picture.svg(), encoding="utf-8")
 
 
 def chrome_trace(records) -> dict:
@@ -396,10 +397,21 @@ def chrome_trace(records) -> dict:
     return {"traceEvents": heads + events, "displayTimeUnit": "ms"}
 
 
+def player_page(records, title: str) -> str:
+    """player.html with the records in it. What a request's text holds stays text: in JSON only strings have a "<", and
+    written as \\u003c it can't close the script element, open a comment, or end the title."""
+    rows = "\n".join(json.dumps(asdict(record)).replace("<", "\\u003c") for record in records)
+    page = (HERE / "player.html").read_text(encoding="utf-8")
+    title = title.encode("utf-8", "replace").decode()     # a lone surrogate is no text
+    page = page.replace("<title>nano-serve player</title>", f"<title>{html.escape(title)}</title>")
+    return page.replace('id="records"></script>', f'id="records">\n{rows}\n</script>')
+
+
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("file", help="StepRecords as JSON lines")
     parser.add_argument("--trace", metavar="OUT.json", help="write a Chrome/Perfetto trace instead of printing")
+    parser.add_argument("--player", metavar="OUT.html", help="write a page that plays the steps instead of printing")
     parser.add_argument("--save", metavar="DIR", help="save the step table and the timeline as SVG too")
     parser.add_argument("--max-steps", type=int, default=40, help="rows of the step table before its middle is cut")
     args, console = parser.parse_args(argv), make_console()
@@ -411,6 +423,12 @@ def main(argv=None) -> int:
             with naming("--trace", args.trace):
                 pathlib.Path(args.trace).write_text(json.dumps(chrome_trace(records)), encoding="utf-8")
             print(f"{args.trace}: {len(records)} steps; open it in https://ui.perfetto.dev")
+            return 0
+        if args.player:
+            with naming("--player", args.player):
+                page = player_page(records, pathlib.Path(args.file).name)
+                pathlib.Path(args.player).write_text(page, encoding="utf-8")
+            print(f"{args.player}: {len(records)} steps; open it in a browser")
             return 0
         pictures = {"steps": StepTable(records, args.max_steps), "timeline": Timeline(records)}
         console.print(Group(*pictures.values()))
