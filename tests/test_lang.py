@@ -99,6 +99,7 @@ def test_a_catalogue_is_its_files_or_its_folders(tmp_path):
 
 
 def test_setting():
+    assert fill("x" * 30, 20, "a ", "  ") == "a " + "x" * 18 + "\n  " + "x" * 12
     assert wide("KV 缓存") == 7
     assert flow("one\n  two\n\n每层都有\n  自己的 K") == ["one two", "每层都有自己的 K"]
     for text in ("Only KV heads are cached, and the queries are never kept in it.", "只有 KV 头会进入缓存，查询头用完就丢弃，不会留在缓存里。"):

@@ -243,7 +243,7 @@ def main():
         sys.modules[name] = run_text(name, f"{name}.py", text)
     stand = wall_in(setup)
     second_wall(setup["hide"], setup["scratch"])
-    dumps, write, modules = json.dumps, os.write, {}
+    dumps, write = json.dumps, os.write
 
     def reply(message):
         sys.stdout.flush()
@@ -253,6 +253,14 @@ def main():
             data = data[write(replies, data):]
 
     reply({"stand": stand})
+    try:
+        serve(commands, replies, reply)
+    except BaseException:                               # an answer has broken json, or the like: its own loss
+        os._exit(1)
+
+
+def serve(commands, replies, reply):
+    modules = {}
     for line in commands:
         command = json.loads(line)
         # Should it take too long, a thread without Python in it writes where we are, into the replies' pipe.

@@ -118,8 +118,8 @@ def fill(text: str, width: int, first: str = "", rest: str = "") -> str:
     first, rest: what the first line and all others begin with."""
     pieces = re.findall(r"[\u3000-\u9fff\uff00-\uffef][，。、；：！？）》”]*|[^\s\u3000-\u9fff\uff00-\uffef]+"
                         r"[，。、；：！？）》”]*|\s+", text.strip())
-    lines, line = [], first
-    for piece in pieces:
+    room, lines, line = max(width - wide(rest), 8), [], first
+    for piece in (piece[i:i + room] for piece in pieces for i in range(0, len(piece), room)):     # no word is longer
         if wide(line) + wide(piece.rstrip()) > width and line.strip() and line not in (first, rest):
             lines.append(line.rstrip())
             line = rest
