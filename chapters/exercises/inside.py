@@ -239,6 +239,7 @@ def main():
     os.dup2(2, 1)
     sys.stdout = sys.stderr = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "utf-8", "replace", write_through=True)
     setup = json.loads(commands.readline())
+    sys.path[:0] = setup["path"]
     for name, text in setup["modules"].items():         # plain helpers of the grader's, beside the answers
         sys.modules[name] = run_text(name, f"{name}.py", text)
     stand = wall_in(setup)
@@ -260,17 +261,16 @@ def main():
 
 
 def serve(commands, replies, reply):
-    modules = {}
     for line in commands:
         command = json.loads(line)
         # Should it take too long, a thread without Python in it writes where we are, into the replies' pipe.
         faulthandler.dump_traceback_later(command["limit"], file=replies)
         try:
             if "load" in command:
-                modules["answers"] = run_text("answers", command["file"], command["load"])
+                run_text("answers", command["file"], command["load"])
                 message = {"status": "returned", "value": None}
             else:
-                message = call(modules["answers"], command)
+                message = call(sys.modules[command["in"]], command)
         except BaseException as error:                  # SystemExit too: it is the answer's, not ours
             message = what_was_raised(error)
         faulthandler.cancel_dump_traceback_later()

@@ -37,4 +37,8 @@ ZH = {
     "{count} submissions; + solved, - wrong, . not started": "{count} 份提交；+ 通过，- 不对，. 尚未作答",
     "task {number}, {name}: solved by {solved} of {count}": "第 {number} 题 {name}：{count} 人中有 {solved} 人通过",
     "written: {file}": "已写入 {file}",
+    "proof": "证明", "vLLM": "vLLM", "holds": "成立", "{proof}: {status}": "{proof}：{status}",
+    "chapter {chapter}, lab: {name} in the place of {target}; some seconds a proof":
+        "第 {chapter} 章实验：用 {name} 顶替 {target}；每项证明需要几秒",
+    "All proofs hold. Five prompts, served with your function:": "所有证明都成立。下面五个提问由你的函数来回答：",
 }

@@ -97,4 +97,53 @@ ZH = {
     "ends after {n} steps": "{n} 步之后就结束了",
     "{n} steps; in step {i}: {names}": "共 {n} 步；第 {i} 步：{names}",
     "nobody": "无人",
+    # the lab
+    "A step begins by asking the scheduler, once: nobody else decides who computes how much.":
+        "一步从询问调度器开始，而且只问一次：谁算多少，只由它决定。",
+    "What the scheduler planned is run, all of it and once: one batch, one forward pass.":
+        "调度器计划了什么就运行什么，全部运行，且只运行一次：一个批次，一次前向传播。",
+    "A plan may be empty. Then nothing is run, and the scheduler is told all the same.":
+        "计划可能是空的：这时不运行任何东西，但仍要把结果交还调度器。",
+    "Logits have a row for each request that has now computed all its tokens, in the order of the plan: only those requests "
+    "get a token, and each the one of its own row.":
+        "凡是已算完全部 token 的请求，在 logits 里各占一行，顺序与计划一致：只有它们得到 token，而且各取自己那一行的。",
+    "The tokens go back to the scheduler once, with the plan that they belong to.":
+        "token 连同它们所属的计划一起交还调度器，只交一次。",
+    "The scheduler appends the tokens: a step that appends them, too, has them twice.":
+        "追加 token 是调度器的事：自己再追加一遍，就会重复。",
+    "The token is drawn by sample, from the logits of this very step.": "token 由 sample 从本步的 logits 里采样得到。",
+    "After each step the accounts hold: who runs, who waits, which blocks are whose.":
+        "每一步之后账目都要对得上：谁在运行，谁在等待，哪些块归谁。",
+    "sample answers None for a row that is not finite: that request is ended with \"error\", before the others' tokens are "
+    "handed back, and the others go on.":
+        "某一行不是有限数时，sample 返回 None：先以 \"error\" 结束那个请求，再交还其他请求的 token，其他请求继续。",
+    "If the forward pass fails, the error gets out, and nobody goes on: the blocks of this step were counted as computed and "
+    "are not. So all requests are aborted.":
+        "前向传播失败时，异常要抛出去，谁也不能继续：本步的块已记为算好，其实没有。所以要中止所有请求。",
+    "If the forward pass fails, the prefix cache is reset: schedule has published this step's blocks, and nothing is in "
+    "them.":
+        "前向传播失败时要清空前缀缓存：schedule 已经发布了本步的块，里面却什么也没有。",
+    "trace {run}, step {k}: {what}": "轨迹 {run} 第 {k} 步：{what}",
+    "{plan} planned": "计划了 {plan}",
+    "{tokens} handed back": "交还了 {tokens}",
+    "the scheduler was asked {n} times": "问了调度器 {n} 次",
+    "{error}": "{error}",
+    "an empty plan, and nothing to run": "计划为空，没有东西可运行",
+    "{n} forward passes, of {tokens} tokens": "{n} 次前向传播，token 数为 {tokens}",
+    "one of {n} tokens": "一次，{n} 个 token",
+    "tokens handed back {n} times": "交还了 {n} 次 token",
+    "{names} ended": "{names} 结束",
+    "nothing": "无",
+    "accounts that hold": "账目对得上",
+    "prompt {i}, token {k}: {tokens}": "第 {i} 个 prompt，从第 {k} 个 token 起：{tokens}",
+    "blocks are still held at the end": "结束时仍有块未释放",
+    "request {i} ended with {reason}": "请求 {i} 的结束原因为 {reason}",
+    "other tokens: {tokens}": "token 不同：{tokens}",
+    "the error got out: {raised}; still there: {left}": "抛出的异常：{raised}；仍然留着的请求：{left}",
+    "no": "没有",
+    "a new request finds {n} blocks of it": "新请求能在其中命中 {n} 块",
+    "vLLM's traces, 8 of its runs": "vLLM 的轨迹，取其中 8 次运行",
+    "the tokens of the engine's own step, and the accounts after each": "与引擎自己的 step 生成同样的 token，且每一步之后账目都对",
+    "a request whose logits are not finite": "某个请求的 logits 不是有限数",
+    "a forward pass that fails": "前向传播失败",
 }
