@@ -53,7 +53,8 @@ def judge_step(step, want):
     plan = Sentence("{plan} planned", plan=listed(dict(want["scheduled"])))
     handed = Sentence("{tokens} handed back", tokens=listed(tokens))
     if step["plans"] != 1:
-        return Sentence("the scheduler was asked {n} times", n=step["plans"]), plan, "schedule"
+        return (Sentence("{error}", error=step["error"]) if step["error"] else
+                Sentence("the scheduler was asked {n} times", n=step["plans"])), plan, "schedule"
     if step["scheduled"] != want["scheduled"]:
         return Sentence("{plan} planned", plan=listed(dict(step["scheduled"]))), plan, "hand back"
     if step["error"]:
@@ -139,4 +140,4 @@ LAB = Lab("nano_serve:LLMEngine.step", "step", [
     Proof(T("the tokens of the engine's own step, and the accounts after each"), servings, judge_serving, RULES["accounts"]),
     Proof(T("a request whose logits are not finite"), failures, judge_not_finite, RULES["not finite"]),
     Proof(T("a forward pass that fails"), broken_runs, judge_broken, RULES["broken off"]),
-], lambda: ("five", {"prompts": [[p, 40] for p in PROMPTS], "options": {}}))
+], lambda: ("five", {"prompts": PROMPTS, "max_tokens": 60}))
