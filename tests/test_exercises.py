@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "chapters" / "exercises"))
 import grade  # noqa: E402
 import inside  # noqa: E402
 from sandbox import Sandbox  # noqa: E402
+from submissions import grade_folder  # noqa: E402
 
 CHAPTERS = grade.chapters()
 GRADERS = {chapter: grade.load(grade.folder_of(chapter) / "grader.py") for chapter in CHAPTERS}
@@ -393,7 +394,7 @@ def test_a_class_is_graded_in_time_and_resumed(tmp_path):
     (tmp_path / "学生" / "tasks.py").write_text(right)
     (tmp_path / "=loop.py").write_text("while True:\n    pass\n")
     start, seen = time.perf_counter(), []
-    rows = grade.grade_folder(1, tmp_path, lambda student, row: seen.append(student), workers=2)
+    rows = grade_folder(1, tmp_path, lambda student, row: seen.append(student), workers=2)
     assert time.perf_counter() - start < 60 and len(rows) == len(seen) == 40
     with open(tmp_path / "grades.csv", newline="", encoding="utf-8-sig") as file:
         table = {row["student"]: row for row in csv.DictReader(file)}
@@ -401,7 +402,7 @@ def test_a_class_is_graded_in_time_and_resumed(tmp_path):
     assert table["'=loop"]["points"] == "0" and "too slow" in table["'=loop"].values()
     (tmp_path / "student00.py").write_text(right)
     start = time.perf_counter()
-    rows = grade.grade_folder(1, tmp_path, workers=2)
+    rows = grade_folder(1, tmp_path, workers=2)
     assert time.perf_counter() - start < 5 and {row["student"]: str(row["points"]) for row in rows}["student00"] == "100"
 
 

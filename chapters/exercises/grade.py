@@ -8,7 +8,7 @@
 
 A chapter is a folder; a new one only adds its own, and nothing here changes:
 
-    ch01/tasks.py, tasks.zh.py   yours: functions that state a problem and raise NotImplementedError("chapter 1, task 1: …")
+    ch01/tasks.py, tasks.zh.py   yours: functions that state a problem and raise NotImplementedError("chapter 1, …")
     ch01/grader.py, zh.py        TASKS, a list of Task: the cases, and the rule that each is about; the Chinese of it
     ch01/solutions.py            the reference answers
     ch01/wrong.py                wrong answers, each with the rule that the grader must name (tests/test_exercises.py)
@@ -20,9 +20,7 @@ this one asks, compares and judges, and never executes a line of theirs. So what
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
-import hashlib
 import inspect
 import json
 import math
@@ -31,7 +29,6 @@ import pathlib
 import reprlib
 import sys
 import types
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Callable, NamedTuple
 
@@ -46,11 +43,11 @@ TIME_LIMIT = 3.0    # seconds a call may take; the reference answers take millis
 ALWAYS = T({        # rules of every task
     "number": "The answer is one number, and it is returned: not printed, not a list, not a text.",
     "arguments": "The arguments are the caller's: an answer leaves its lists and dicts as it found them.",
-    "state": "Each call stands alone: asked for this at once, your code is right. Something is kept from earlier calls, "
-             "in a global name or in a default argument.",
+    "state": "Each call stands alone: asked for this at once, your code is right. Something is kept from earlier "
+             "calls, in a global name or in a default argument.",
 })
-STATUS = T({"solved": "solved", "not started": "not started", "wrong": "wrong", "raised": "raised", "missing": "missing",
-            "too slow": "too slow", "ended": "ended"})
+STATUS = T({"solved": "solved", "not started": "not started", "wrong": "wrong", "raised": "raised",
+            "missing": "missing", "too slow": "too slow", "ended": "ended"})
 LABEL = T({"asked": "asked", "code": "your code", "expected": "expected", "rule": "rule", "about": "about",
            "printed": "printed", "file": "your file", "": ""})
 DENIED = T({"process": "an answer may not start other processes", "network": "an answer may not use the network",
@@ -68,7 +65,7 @@ class Case(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What is wrong with an answer: what your code decided and what was expected, each a text or a Sentence; the rule."""
+    """What is wrong with an answer: what your code decided, what was expected (texts or Sentences), the rule."""
     code: object
     expected: object
     rule: str
@@ -183,13 +180,15 @@ def grade_task(task, sandbox, source, file="tasks.py", function=None, limit=TIME
         call = f"{task.name}({', '.join(f'{key}={_Short().repr(value)}' for key, value in case.arguments.items())})"
         printed = [("printed", reply["printed"][:200].replace("\n", " | "))] if reply.get("printed") else []
         if reply["status"] == "missing":
-            return report("missing", lines=[("code", Sentence("has no function {name} in {file}", name=name, file=file))])
+            return report("missing", lines=[
+                ("code", Sentence("has no function {name} in {file}", name=name, file=file))])
         if reply["status"] == "not started":
             return report("not started", lines=[("", reply["words"])])
         if reply["status"] != "returned":
             # A slip of the pen breaks no rule, but what the case is about may be what it slipped on.
-            return report(reply["status"], case.rule, [("asked", call), ("code", failure(reply, source, file, limit)),
-                                                       ("expected", show(case.expected)), ("about", case.rule), *printed])
+            return report(reply["status"], case.rule, [
+                ("asked", call), ("code", failure(reply, source, file, limit)), ("expected", show(case.expected)),
+                ("about", case.rule), *printed])
         results.append((case, reply["value"]))
         found = judge(task, case, reply["value"])
         if found is None and not same(reply["arguments"], arguments):
@@ -201,7 +200,9 @@ def grade_task(task, sandbox, source, file="tasks.py", function=None, limit=TIME
         elif found:
             found = found._replace(rule=better_rule(task, results, found, sandbox, source, file, name, limit))
         if found:
-            decided = Sentence("None, as a function without a return statement has it") if reply["value"] is None else found.code
+            decided = found.code
+            if reply["value"] is None:
+                decided = Sentence("None, as a function without a return statement has it")
             return report("wrong", found.rule, [("asked", call), ("code", decided), ("expected", found.expected),
                                                 ("rule", found.rule), *printed])
     return report("solved", points=task.points)
@@ -217,10 +218,10 @@ def judge(task, case, value) -> Found | None:
 
 
 def better_rule(task, results, found, sandbox, source, file, name, limit) -> str:
-    """The rule that a failed case broke. Two questions decide it better than the case alone: is the answer right if it is
-    asked for nothing else? And, if the task can read it, what do its answers to the other cases say?"""
+    """The rule that a failed case broke. Two questions decide it better than the case alone: is the answer right if it
+    is asked for nothing else? And, if the task can read it, what do its answers to the other cases say?"""
     case = results[-1][0]
-    if len(results) > 1 or task is not None:
+    if len(results) > 1:
         sandbox.load(source, file, limit)                       # a fresh module: nothing is kept but by tricks
         again = sandbox.call(name, list(case.arguments.values()), limit, file)
         if again["status"] == "returned" and judge(task, case, again["value"]) is None:
@@ -245,8 +246,8 @@ def failure(reply, source, file, limit):
     if reply["status"] == "ended":
         code = reply["code"]
         if code is not None and code < 0:
-            return Sentence("its process was killed by signal {signal}: a crash in C code, or more memory or time than it may "
-                            "have", signal=-code)
+            return Sentence("its process was killed by signal {signal}: a crash in C code, or more memory or time than it "
+                            "may have", signal=-code)
         return Sentence("ended its process (exit status {code}) where a value was to be returned", code=code)
     if reply.get("forged"):
         return Sentence("sent something that is no answer")
@@ -307,66 +308,7 @@ def grade(chapter, path=None, only=None, limit=TIME_LIMIT, sandbox=None):
                 yield Report(task.name, loaded["status"], lines=[line], of=task.points)
 
 
-# -- 5. A folder of submissions
-
-def submissions(folder) -> dict[str, pathlib.Path]:
-    """{student: file}: NAME.py, or a folder NAME with a tasks.py, or else its only Python file, in it."""
-    found = {}
-    for path in sorted(pathlib.Path(folder).iterdir()):
-        if path.is_dir():
-            files = [f for f in (path / "tasks.py", path / "tasks.zh.py") if f.is_file()] or sorted(path.glob("*.py"))
-            if files:
-                found[path.name] = files[0]
-        elif path.suffix == ".py":
-            found[path.stem] = path
-    return found
-
-
-def grade_folder(chapter, folder, each=lambda student, row: None, workers=None) -> list[dict]:
-    """A row a student, as in grades.csv, which is written after each. Who is in it already, with the same file and the
-    same grader, isn't graded again. each: called with (student, row) as they come."""
-    table, tasks = pathlib.Path(folder) / "grades.csv", tasks_of(chapter)
-    version = b"".join(path.read_bytes() for path in sorted((*HERE.glob("*.py"), *folder_of(chapter).glob("grader.py"))))
-    names = [f"{task.name} ({task.points})" for task in tasks]
-    columns = ["student", "points", "of", *names, *(f"{task.name}: why" for task in tasks), "file", "fingerprint"]
-    known = {}
-    if table.is_file():
-        with open(table, newline="", encoding="utf-8-sig") as file:
-            known = {row["fingerprint"]: row for row in csv.DictReader(file) if row.keys() == set(columns)}
-    english, rows = Say("en"), {}
-
-    def one(student, path):
-        fingerprint = hashlib.sha256(version + student.encode() + b"\0" + path.read_bytes()).hexdigest()[:16]
-        if fingerprint in known:
-            return known[fingerprint]
-        reports = list(grade(chapter, path))
-        return dict(zip(columns, [
-            student, sum(r.points for r in reports), sum(r.of for r in reports), *(r.status for r in reports),
-            *(english(r.rule) if r.rule else "" for r in reports), path.relative_to(folder).as_posix(), fingerprint]))
-
-    found = submissions(folder)
-    for task in tasks:                  # before the threads: both would compute them
-        task.cases()
-    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        jobs = {student: pool.submit(one, student, path) for student, path in found.items()}
-        for student, job in jobs.items():
-            rows[student] = job.result()
-            each(student, rows[student])
-            part = table.with_suffix(".part")
-            with open(part, "w", newline="", encoding="utf-8-sig") as file:      # the mark by which Excel knows UTF-8
-                writer = csv.DictWriter(file, columns)
-                writer.writeheader()
-                writer.writerows({column: spared(row[column]) for column in columns} for row in rows.values())
-            os.replace(part, table)
-    return list(rows.values())
-
-
-def spared(cell):
-    """A spreadsheet takes a cell that begins with = for a formula; names of files are the students'."""
-    return f"'{cell}" if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@") else cell
-
-
-# -- 6. The command
+# -- 5. The command
 
 def main(argv=None) -> int:
     """Prints each task's report; 0 if all are solved."""
@@ -388,7 +330,10 @@ def main(argv=None) -> int:
     if args.folder and not pathlib.Path(args.folder).is_dir():
         parser.error(f"there is no folder {args.folder}")
     say = speaker(args.chapter, args.lang)
-    return print_class(args, say) if args.folder else print_reports(args, say)
+    if args.folder:
+        from submissions import print_class
+        return print_class(args, say)
+    return print_reports(args, say)
 
 
 def print_reports(args, say) -> int:
@@ -418,30 +363,6 @@ def walls(sandbox, say) -> str:
     return "" if not sandbox.missing else say(
         "Answers run in a process of their own; on this system it is not limited in: {walls}.",
         walls=", ".join(sandbox.missing)) + "\n"
-
-
-def print_class(args, say) -> int:
-    """The table, a line a student as they are graded: points, then a mark a task."""
-    mark = {"solved": "+", "not started": ".", "missing": "."}
-    if args.json:
-        print(json.dumps(grade_folder(args.chapter, args.folder), indent=1, ensure_ascii=False))
-        return 0
-    tasks = tasks_of(args.chapter)
-    found = submissions(args.folder)
-    room = max([wide(student) for student in found] + [8])
-    print(say("{count} submissions; + solved, - wrong, . not started", count=len(found)))
-
-    def line(student, row):
-        marks = " ".join(mark.get(row[f"{task.name} ({task.points})"], "-") for task in tasks)
-        print(f"{student}{' ' * (room - wide(student))}  {row['points']:>4} / {row['of']}  {marks}", flush=True)
-
-    rows = grade_folder(args.chapter, args.folder, line)
-    for number, task in enumerate(tasks, 1):
-        solved = sum(row[f"{task.name} ({task.points})"] == "solved" for row in rows)
-        print(say("task {number}, {name}: solved by {solved} of {count}", number=number, name=task.name, solved=solved,
-                  count=len(rows)))
-    print(say("written: {file}", file=str(pathlib.Path(args.folder) / "grades.csv")))
-    return 0
 
 
 def terminal_width() -> int:

@@ -3,10 +3,10 @@
     make lab CH=1
     python chapters/exercises/lab.py 1 --lang zh --file mine.py
 
-Write the function in the chapter's labs.py (labs.zh.py has the same in Chinese). It is put in the place of the module's own, in a
-process of its own, and then has to decide what vLLM decided, step by step, to generate the tokens that the project's own
-function generates, and to keep the accounts. What it did comes back as data and is compared here. In the end the engine
-serves five prompts with it.
+Write the function in the chapter's labs.py (labs.zh.py has the same in Chinese). It is put in the place of the module's
+own, in a process of its own, and then has to decide what vLLM decided, step by step, to generate the tokens that the
+project's own function generates, and to keep the accounts. What it did comes back as data and is compared here. In the
+end the engine serves five prompts with it.
 
 A chapter's lab is two files beside labs.py; nothing here changes for a new one:
 
@@ -37,15 +37,15 @@ from sandbox import Sandbox  # noqa: E402
 
 LIMITS = {"cpu": 600, "memory": 16 << 30, "processes": 64}     # PyTorch maps much more memory than it uses
 TRACES = ROOT / "tests" / "data" / "vllm_v0271_scheduler.json.gz"
-NAMES = T({"asked": "proof", "code": "your code", "expected": "expected", "vllm": "vLLM", "rule": "rule", "about": "about",
-           "file": "your file", "": ""})
+NAMES = T({"asked": "proof", "code": "your code", "expected": "expected", "vllm": "vLLM", "rule": "rule",
+           "about": "about", "": ""})
 
 
 @dataclass
 class Proof:
-    """One thing that must hold. plays(): what to play, as [(name in lab_plays.py, data)].
-    judge(data, got, expected) → Found or None. expected: what the project's own function made of the same play, or None
-    where `truth` says that the data itself knows (vLLM's traces do)."""
+    """One thing that must hold. plays(): what to play, as [(name in lab_plays.py, data)]. judge(data, got, expected)
+    returns Found or None. expected: what the project's own function made of the same play; None if `truth`: vLLM's
+    traces tell by themselves."""
     title: str
     plays: Callable[[], list]
     judge: Callable
@@ -142,7 +142,8 @@ def prove(chapter, source, file="labs.py", sandbox=None, expected=None, only=Non
                     found = proof.judge(data, reply["value"], want)
                     label = "vllm" if proof.truth else "expected"
                     report = found and grade.Report(lab.name, "wrong", found.rule, [
-                        ("asked", Sentence(proof.title)), ("code", found.code), (label, found.expected), ("rule", found.rule)])
+                        ("asked", Sentence(proof.title)), ("code", found.code), (label, found.expected),
+                        ("rule", found.rule)])
                 if report:
                     yield proof, report
                     return
@@ -181,7 +182,8 @@ def main(argv=None) -> int:
     if args.chapter not in chapters():
         parser.error(f"chapter {args.chapter} has no lab; chapters with one: {', '.join(map(str, chapters()))}")
     chinese = folder(args.chapter) / "labs.zh.py"
-    path = pathlib.Path(args.file or (chinese if args.lang == "zh" and chinese.is_file() else folder(args.chapter) / "labs.py"))
+    own = chinese if args.lang == "zh" and chinese.is_file() else folder(args.chapter) / "labs.py"
+    path = pathlib.Path(args.file or own)
     if not path.is_file():
         parser.error(f"there is no file {path}")
     say, lab = grade.speaker(args.chapter, args.lang), lab_of(args.chapter)

@@ -1,7 +1,7 @@
-"""Chapter 1's lab (article §1 and §4): the step of the engine, LLMEngine.step in outline. `make lab CH=1`; 中文版：labs.zh.py
+"""Chapter 1's lab (article §1, §4): the step of the engine, LLMEngine.step in outline. `make lab CH=1`; 中文版：labs.zh.py
 
-Read first in nano_serve.py what a step is, then close it. Your function is put in the place of LLMEngine.step, replays vLLM's
-recorded runs, generates on the embedded model, and then serves five prompts.
+Read first in nano_serve.py what a step is, then close it. Your function is put in the place of LLMEngine.step, replays
+vLLM's recorded runs, generates on the embedded model, and then serves five prompts.
 """
 from nano_serve import build_batch  # noqa: F401
 from sampling import sample  # noqa: F401
