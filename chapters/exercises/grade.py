@@ -246,8 +246,8 @@ def failure(reply, source, file, limit):
     if reply["status"] == "ended":
         code = reply["code"]
         if code is not None and code < 0:
-            return Sentence("its process was killed by signal {signal}: a crash in C code, or more memory or time than it "
-                            "may have", signal=-code)
+            return Sentence("its process was killed by signal {signal}: a crash in C code, or more memory or time "
+                            "than it may have", signal=-code)
         return Sentence("ended its process (exit status {code}) where a value was to be returned", code=code)
     if reply.get("forged"):
         return Sentence("sent something that is no answer")

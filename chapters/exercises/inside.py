@@ -1,6 +1,6 @@
 """The inner half of the sandbox: the process in which an answer runs. sandbox.py starts it and asks; here is only
-answered: a file is loaded, a function is called, what it returned is sent back as plain data. Nothing here knows what is
-right, so there is no verdict in this process that an answer could forge.
+answered: a file is loaded, a function is called, what it returned is sent back as plain data. Nothing here knows what
+is right, so there is no verdict in this process that an answer could forge.
 
 Order  1 Values as lines of JSON.  2 Walls: what the system takes away from this process.  3 The second wall, in Python.
        4 Load, call, reply.
@@ -183,7 +183,8 @@ def mount_walls(libc, setup):
     except OSError:                                                        # in a container that masks some of it
         mount("tmpfs", "/proc", "tmpfs", NO_SUID | READ_ONLY, "size=4k")
     folder = setup["scratch"]
-    if not any(os.path.realpath(path).startswith(folder + os.sep) for path in (sys.prefix, sys.base_prefix, *setup["needs"])):
+    needed = sys.prefix, sys.base_prefix, *setup["needs"]
+    if not any(os.path.realpath(path).startswith(folder + os.sep) for path in needed):
         mount("tmpfs", folder, "tmpfs", NO_SUID, "size=16m")
         os.chdir(folder)
 
@@ -212,7 +213,8 @@ def second_wall(hide, scratch):
               "os.posix_spawn": "process", "os.spawn": "process", "os.exec": "process", "os.startfile": "process",
               "socket.connect": "network", "socket.bind": "network", "socket.sendto": "network",
               "socket.getaddrinfo": "network", "os.kill": "signal", "os.killpg": "signal",
-              "os.remove": "file", "os.rename": "file", "os.rmdir": "file", "os.truncate": "file", "shutil.rmtree": "file"}
+              "os.remove": "file", "os.rename": "file", "os.rmdir": "file", "os.truncate": "file",
+              "shutil.rmtree": "file"}
     hidden = tuple(os.path.normcase(os.path.realpath(path)) for path in hide)
     realpath, normcase, fsdecode, under = os.path.realpath, os.path.normcase, os.fsdecode, str.startswith
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

@@ -121,8 +121,8 @@ class Expected:
 # -- 2. The proofs
 
 def prove(chapter, source, file="labs.py", sandbox=None, expected=None, only=None):
-    """Yields (proof, Report) for each proof, to the first that fails. A sandbox that is given may have run other sources
-    before, and stays open."""
+    """Yields (proof, Report) for each proof, to the first that fails. A sandbox that is given may have run other
+    sources before, and stays open."""
     lab, box, own = lab_of(chapter), sandbox or lab_sandbox(chapter), expected or Expected(chapter)
     with contextlib.ExitStack() as stack:
         if sandbox is None:

@@ -8,8 +8,8 @@ its verdict; all it can do is to return the right value.
         sandbox.load("def double(x):\\n    return 2 * x")         {"status": "returned", …}
         sandbox.call("double", [3])                               {"status": "returned", "value": 6, …}
 
-Linux has walls around files, network, processes, memory and time, where the system permits user namespaces; elsewhere it
-is a plain child process with a time limit, and `missing` says what it lacks.
+Linux has walls around files, network, processes, memory and time, where the system permits user namespaces; elsewhere
+it is a plain child process with a time limit, and `missing` says what it lacks.
 """
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONGEST_REPLY = 16 << 20                                         # bytes; beyond
 
 
 def hidden_from_exercises() -> list[str]:
-    """Everything that knows an answer: the chapters with their exercises, the engine's modules, the tests, the history."""
+    """Everything that knows an answer: the chapters with their exercises, the engine's modules, tests, history."""
     folders = [ROOT / name for name in ("chapters", "tests", "extras", ".git")]
     return [str(path) for path in (*folders, *ROOT.glob("*.py")) if path.exists()]
 
@@ -47,7 +47,8 @@ class Sandbox:
     def __init__(self, limits=EXERCISE, hide=None, needs=(), modules=None, path=(),
                  python=sys.executable):
         self.python, self.process = python, None
-        self.setup = {"limits": limits, "hide": hidden_from_exercises() if hide is None else [str(path) for path in hide],
+        hide = hidden_from_exercises() if hide is None else [str(path) for path in hide]
+        self.setup = {"limits": limits, "hide": hide,
                       "needs": [str(path) for path in needs], "modules": modules or {}, "path": [str(p) for p in path],
                       "scratch": os.path.realpath(tempfile.gettempdir())}
         self.stand, self.missing = [], []
@@ -71,8 +72,9 @@ class Sandbox:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ, cwd=HERE.anchor,
             start_new_session=os.name == "posix")
         self.replies, self.printed, self.marks = queue.Queue(), bytearray(), 0
-        self.readers = [threading.Thread(target=self._read_replies, args=(self.process.stdout, self.replies), daemon=True),
-                        threading.Thread(target=self._read_prints, args=(self.process.stderr,), daemon=True)]
+        out, err = self.process.stdout, self.process.stderr
+        self.readers = [threading.Thread(target=self._read_replies, args=(out, self.replies), daemon=True),
+                        threading.Thread(target=self._read_prints, args=(err,), daemon=True)]
         for reader in self.readers:
             reader.start()
         reply = self._ask(self.setup, 30)
@@ -138,8 +140,8 @@ class Sandbox:
 
     def play(self, module: str, name: str, arguments: list, limit: float, file: str) -> dict:
         """call(), but of a function in one of the grader's own modules over there."""
-        reply = self._ask({"call": name, "in": module, "arguments": [encode(a) for a in arguments], "limit": limit}, limit,
-                          file)
+        reply = self._ask({"call": name, "in": module, "arguments": [encode(a) for a in arguments], "limit": limit},
+                          limit, file)
         if reply["status"] == "returned":
             try:
                 reply["value"] = decode(reply.get("value"))
@@ -191,7 +193,8 @@ class Sandbox:
             if reply.get("line") is None and isinstance(frames, list):
                 lines = [f[1] for f in frames if isinstance(f, list) and len(f) == 2 and f[0] == file]
                 reply["line"] = lines[-1] if lines else None
-            reply = {"status": reply["status"], "line": reply.get("line") if isinstance(reply.get("line"), int) else None,
+            reply = {"status": reply["status"],
+                     "line": reply.get("line") if isinstance(reply.get("line"), int) else None,
                      "denied": reply.get("denied") if reply.get("denied") in DENIED else None,
                      "type": str(reply.get("type"))[:60], "words": str(reply.get("words"))[:300]}
         return reply

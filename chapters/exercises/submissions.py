@@ -2,8 +2,8 @@
 
     python chapters/exercises/grade.py 1 --folder submissions/
 
-A submission is NAME.py, or a folder NAME with a tasks.py in it. It can be stopped and started again: who is in grades.csv
-already, with the same file and graded by the same grader, is not graded again.
+A submission is NAME.py, or a folder NAME with a tasks.py in it. It can be stopped and started again: who is in
+grades.csv already, with the same file and graded by the same grader, is not graded again.
 """
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ ZH = {
         "答案是一个数，要用 return 返回：不是打印出来，也不是列表或文本。",
     "The arguments are the caller's: an answer leaves its lists and dicts as it found them.":
         "参数属于调用者：传进来的列表和字典，用完应当保持原样。",
-    "Each call stands alone: asked for this at once, your code is right. Something is kept from earlier calls, in a global "
-    "name or in a default argument.":
+    "Each call stands alone: asked for this at once, your code is right. Something is kept from earlier calls, in a "
+    "global name or in a default argument.":
         "每次调用彼此独立：单独问这一题，你的代码是对的。有什么东西从前面的调用里留了下来，藏在全局变量或默认参数里。",
     "solved": "通过", "not started": "尚未作答", "wrong": "不对", "raised": "抛出异常", "missing": "缺少函数",
     "too slow": "超时", "ended": "进程已退出",

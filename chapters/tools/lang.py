@@ -1,5 +1,5 @@
-"""Everything that is said exists twice, in English and in Chinese: the English stands where it is said, the Chinese in a
-catalogue beside the file.
+"""Everything that is said exists twice, in English and in Chinese: the English stands where it is said, the Chinese in
+a catalogue beside the file.
 
     ch01_paradigm.py        say = Say(language, catalogue(__file__))
                             say("{n} tokens in {seconds:.1f} s", n=12, seconds=0.5)
@@ -7,7 +7,8 @@ catalogue beside the file.
 
 A template has its values by name, so that the Chinese may put them in another order. Never hand an f-string to `say`:
 what it would look up is different every time. A template that is kept for later, or stands in a table of its own, is
-marked with `T`, so that the test (tests/test_lang.py; it looks at every file that imports from here) finds it; `Sentence` keeps one together with its values.
+marked with `T`, so that the test finds it (tests/test_lang.py; it looks at every file that imports from here);
+`Sentence` keeps one together with its values.
 
     HEADS = T(["step", "free blocks"])                         [say(head) for head in HEADS]
     found = Sentence("step {step}: {who}", step=3, who="a")    say(found)

@@ -1,5 +1,5 @@
-"""Chapter 1's lab: the step of the engine. Its rules, and what is asked of it: vLLM's traces, the tokens that the engine's
-own step generates, its accounts, and what happens when something fails."""
+"""Chapter 1's lab: the step of the engine. Its rules, and what is asked of it: vLLM's traces, the tokens that the
+engine's own step generates, its accounts, and what happens when something fails."""
 from grade import Found
 from lab import Lab, Proof, traces
 from lang import Sentence, T
@@ -8,16 +8,16 @@ RULES = T({
     "schedule": "A step begins by asking the scheduler, once: nobody else decides who computes how much.",
     "run": "What the scheduler planned is run, all of it and once: one batch, one forward pass.",
     "empty": "A plan may be empty. Then nothing is run, and the scheduler is told all the same.",
-    "rows": "Logits have a row for each request that has now computed all its tokens, in the order of the plan: only those "
-            "requests get a token, and each the one of its own row.",
+    "rows": "Logits have a row for each request that has now computed all its tokens, in the order of the plan: only "
+            "those requests get a token, and each the one of its own row.",
     "hand back": "The tokens go back to the scheduler once, with the plan that they belong to.",
     "append": "The scheduler appends the tokens: a step that appends them, too, has them twice.",
     "likeliest": "The token is drawn by sample, from the logits of this very step.",
     "accounts": "After each step the accounts hold: who runs, who waits, which blocks are whose.",
     "not finite": "sample answers None for a row that is not finite: that request is ended with \"error\", before the "
                   "others' tokens are handed back, and the others go on.",
-    "broken off": "If the forward pass fails, the error gets out, and nobody goes on: the blocks of this step were counted "
-                  "as computed and are not. So all requests are aborted.",
+    "broken off": "If the forward pass fails, the error gets out, and nobody goes on: the blocks of this step were "
+                  "counted as computed and are not. So all requests are aborted.",
     "published": "If the forward pass fails, the prefix cache is reset: schedule has published this step's blocks, and "
                  "nothing is in them.",
 })
@@ -25,7 +25,7 @@ RULES = T({
 PROMPTS = ["What is the KV cache?", "What is continuous batching?", "What is a token budget?", "What is preemption?",
            "What is a block table?"]
 LONG = " ".join(PROMPTS)
-RUNS = (21, 0, 3, 6, 10, 15, 24, 26)         # of vLLM's 60: with empty plans, preemptions, aborts, priorities, prefix hits
+RUNS = (21, 0, 3, 6, 10, 15, 24, 26)    # of vLLM's 60: with empty plans, preemptions, aborts, priorities
 
 
 # -- 1. vLLM's traces
@@ -58,14 +58,16 @@ def judge_step(step, want):
     if step["scheduled"] != want["scheduled"]:
         return Sentence("{plan} planned", plan=listed(dict(step["scheduled"]))), plan, "hand back"
     if step["error"]:
-        return (Sentence("{error}", error=step["error"]), handed if planned else Sentence("an empty plan, and nothing to run"),
+        return (Sentence("{error}", error=step["error"]),
+                handed if planned else Sentence("an empty plan, and nothing to run"),
                 "run" if planned and not step["batches"] else "rows" if planned else "empty")
     if step["batches"] != ([planned] if planned else []):
         return (Sentence("{n} forward passes, of {tokens} tokens", n=len(step["batches"]), tokens=step["batches"]),
                 Sentence("one of {n} tokens", n=planned) if planned else Sentence("an empty plan, and nothing to run"),
                 "run" if planned else "empty")
     if len(step["handed"]) != 1:
-        return Sentence("tokens handed back {n} times", n=len(step["handed"])), handed, "hand back" if planned else "empty"
+        return (Sentence("tokens handed back {n} times", n=len(step["handed"])), handed,
+                "hand back" if planned else "empty")
     if step["handed"][0] != tokens:
         return Sentence("{tokens} handed back", tokens=listed(step["handed"][0])), handed, "rows"
     if step["finished"] != want["finished"]:
@@ -93,9 +95,9 @@ def judge_serving(data, got, want):
     for i, (mine, right) in enumerate(zip(got["ids"], want["ids"])):
         if mine != right:
             k = next((k for k, (a, b) in enumerate(zip(mine, right)) if a != b), min(len(mine), len(right)))
-            rule = "append" if any(a == b for a, b in zip(mine, mine[1:])) and len(set(mine)) < len(set(right)) else "likeliest"
             return Found(Sentence("prompt {i}, token {k}: {tokens}", i=i, k=k, tokens=mine[k:k + 6]),
-                         Sentence("prompt {i}, token {k}: {tokens}", i=i, k=k, tokens=right[k:k + 6]), RULES[rule])
+                         Sentence("prompt {i}, token {k}: {tokens}", i=i, k=k, tokens=right[k:k + 6]),
+                         RULES["likeliest"])
     if not got["free"]:
         return Found(Sentence("blocks are still held at the end"), Sentence("accounts that hold"), RULES["accounts"])
     return None
@@ -125,7 +127,8 @@ def broken_runs():
 
 def judge_broken(data, got, want):
     if not got["raised"] or got["left"]:
-        return Found(Sentence("the error got out: {raised}; still there: {left}", raised=got["raised"] or Sentence("no"),
+        return Found(Sentence("the error got out: {raised}; still there: {left}",
+                              raised=got["raised"] or Sentence("no"),
                               left=", ".join(got["left"]) or Sentence("nobody")),
                      Sentence("the error got out: {raised}; still there: {left}", raised=want["raised"],
                               left=Sentence("nobody")), RULES["broken off"])
@@ -137,7 +140,8 @@ def judge_broken(data, got, want):
 
 LAB = Lab("nano_serve:LLMEngine.step", "step", [
     Proof(T("vLLM's traces, 8 of its runs"), replays, judge_replay, RULES["run"], truth=True),
-    Proof(T("the tokens of the engine's own step, and the accounts after each"), servings, judge_serving, RULES["accounts"]),
+    Proof(T("the tokens of the engine's own step, and the accounts after each"), servings, judge_serving,
+          RULES["accounts"]),
     Proof(T("a request whose logits are not finite"), failures, judge_not_finite, RULES["not finite"]),
     Proof(T("a forward pass that fails"), broken_runs, judge_broken, RULES["broken off"]),
 ], lambda: ("five", {"prompts": PROMPTS, "max_tokens": 60}))

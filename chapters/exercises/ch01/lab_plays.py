@@ -74,7 +74,7 @@ class Recorded:
         self.batches.append(int(batch.token_ids.shape[0]))
         logits = torch.zeros(len(ends), WORDS)                                                     # [S', V]
         for row, request in enumerate(ends):
-            logits[row, self.tokens.get(request.request_id, 0)] = 1.0
+            logits[row, self.tokens.get(request.request_id, 0)] = 100.0
         return logits
 
     def close(self):
@@ -82,8 +82,8 @@ class Recorded:
 
 
 def replay(target, name, run):
-    """run: config, events and each step's sampled tokens of one of vLLM's runs. Returns what each step did: the plan, how
-    many tokens were run, what was handed to the scheduler, who finished, and how many tokens each request has."""
+    """run: config, events and each step's sampled tokens of one of vLLM's runs. Returns what each step did: the plan,
+    how many tokens were run, what was handed to the scheduler, who finished, and how many tokens each request has."""
     refuse_stub(name)
     put_in_place(target, name)
     engine = make_engine()
@@ -113,7 +113,8 @@ def replay(target, name, run):
             error = what_was_raised(wrong)
         plans = [result for asked, _, result in notes if asked == "schedule"]
         handed = [arguments[1] for asked, arguments, _ in notes if asked == "update_from_output"]
-        told.append({"plans": len(plans), "scheduled": [list(item) for p in plans for item in p.num_scheduled_tokens.items()],
+        planned = [list(item) for plan in plans for item in plan.num_scheduled_tokens.items()]
+        told.append({"plans": len(plans), "scheduled": planned,
                      "batches": list(engine.executor.batches), "handed": [dict(h) for h in handed], "error": error,
                      "finished": sorted(alive - set(real.requests)),
                      "outputs": {i: seen[i].num_output_tokens for i in sorted(alive)}})
@@ -167,7 +168,7 @@ def five(target, name, data):
 
 
 def not_finite(target, name, data):
-    """One request's logits turn to NaN in step data["step"]; the others go on. Returns how each ended, and its tokens."""
+    """One request's logits turn to NaN in step data["step"]. Returns how each request ended, and its tokens."""
     refuse_stub(name)
     put_in_place(target, name)
     engine = make_engine()
@@ -191,8 +192,8 @@ def not_finite(target, name, data):
 
 
 def run_fails(target, name, data):
-    """The forward pass of step data["step"] raises. Returns whether the error got out, who is left, and how many blocks of
-    the prefix cache a new request with an old prompt would find: all of it was published and never computed."""
+    """The forward pass of step data["step"] raises. Returns whether the error got out, who is left, and how many blocks
+    of the prefix cache a new request with an old prompt would find: all of it was published and never computed."""
     refuse_stub(name)
     put_in_place(target, name)
     engine = make_engine()

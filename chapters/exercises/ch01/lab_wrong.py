@@ -1,4 +1,4 @@
-"""Wrong steps, each with the rule that the lab has to name. `step` is made of exchangeable parts; a wrong one changes one."""
+"""Wrong steps, each with the rule that the lab has to name. They are made of parts; a wrong one changes one."""
 from nano_serve import build_batch
 from sampling import sample
 
@@ -85,6 +85,14 @@ def run_before(logits=[]):
     return run
 
 
+def first_row(logits, ends):
+    return sample(logits[:1].repeat(len(ends), 1), ends) if ends else []
+
+
+def in_decode(plan):
+    return [r for r in ends_of(plan) if r.num_output_tokens]
+
+
 def no_schedule(engine):
     engine.has_unfinished_requests()
 
@@ -99,7 +107,8 @@ def a_token_for_everybody(engine):
     if plan.scheduled_requests:
         logits = engine.executor.execute(build_batch(plan, engine.scheduler.kv_cache_manager, engine.device))
         tokens = sample(logits, ends_of(plan))
-        sampled = {r.request_id: tokens[min(i, len(tokens) - 1)] if tokens else 0 for i, r in enumerate(plan.scheduled_requests)}
+        tokens = tokens or [0]
+        sampled = {r.request_id: tokens[min(i, len(tokens) - 1)] for i, r in enumerate(plan.scheduled_requests)}
         engine.scheduler.update_from_output(plan, sampled)
     else:
         engine.scheduler.update_from_output(plan, {})
@@ -113,14 +122,15 @@ WRONG = {       # name: (step, the rule that it breaks)
     "an empty plan is run": (make(empty=True), "empty"),
     "an empty plan is not handed back": (make(hand_back=after_an_empty_plan_nothing), "empty"),
     "rows the other way round": (make(draw=lambda logits, ends: sample(logits.flip(0), ends)), "rows"),
-    "the first row for all": (make(draw=lambda logits, ends: sample(logits[:1].repeat(len(ends), 1), ends) if ends else []), "rows"),
+    "the first row for all": (make(draw=first_row), "rows"),
     "tokens by the plan's order": (make(ends=lambda plan: plan.scheduled_requests), "rows"),
     "a token for everybody": (a_token_for_everybody, "rows"),
-    "a token for those in decode only": (make(ends=lambda plan: [r for r in ends_of(plan) if r.num_output_tokens]), "rows"),
+    "a token for those in decode only": (make(ends=in_decode), "rows"),
     "never handed back": (make(hand_back=never), "hand back"),
     "handed back twice": (make(hand_back=twice), "hand back"),
     "appended twice": (make(hand_back=append_too), "append"),
     "the least likely": (make(draw=lambda logits, ends: sample(-logits, ends)), "rows"),
+    "rounded logits": (make(draw=lambda logits, ends: sample((logits / 4).round(), ends)), "likeliest"),
     "the logits of the step before": (make(run=run_before()), "rows"),
     "None is handed back": (make(failed=None), "not finite"),
     "not finite is an abort": (make(failed="abort"), "not finite"),

@@ -747,7 +747,7 @@ def padded_to_the_shortest(jobs, seats):
 
 @wrong_answer("static_waste", "padding")
 def padded_in_every_step(jobs, seats):
-    computed = sum(len(b) * max(p for p, _ in b) * max(1, len(set(p for p, _ in b))) + len(b) * (max(n for _, n in b) - 1)
+    computed = sum(len(b) * (max(p for p, _ in b) * len({p for p, _ in b}) + max(n for _, n in b) - 1)
                    for b in batches(jobs, seats))
     return computed, computed - needed(jobs)
 

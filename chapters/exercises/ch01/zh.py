@@ -7,8 +7,8 @@ ZH = {
     "The vector of a head has head_dim numbers.": "每个头的向量有 head_dim 个数。",
     "Each KV head keeps a vector of its own: twice the KV heads keep twice as much.":
         "每个 KV 头都存一份自己的向量：KV 头翻倍，缓存也翻倍。",
-    "Only KV heads are cached. With GQA several query heads read the same one; queries are never kept, and their number "
-    "doesn't matter.":
+    "Only KV heads are cached. With GQA several query heads read the same one; queries are never kept, and their "
+    "number doesn't matter.":
         "缓存里只有 KV 头。GQA 下多个 Q 头共读同一个 KV 头；Q 用完即弃，有多少个 Q 头都无所谓。",
     "Each number takes dtype_bytes bytes, whatever the model is usually stored in.":
         "每个数占 dtype_bytes 字节，不管模型通常用什么精度存储。",
@@ -16,8 +16,8 @@ ZH = {
     "It is one product: K and V, layers, KV heads, head_dim, bytes a number, and nothing is added to it.":
         "它就是一个连乘积：K 和 V、层数、KV 头数、head_dim、每个数的字节数，没有任何加项。",
     # 2  max_concurrency
-    "As many requests fit as the blocks that can be handed out hold side by side: the pool's blocks divided by the blocks "
-    "of one request.":
+    "As many requests fit as the blocks that can be handed out hold side by side: the pool's blocks divided by the "
+    "blocks of one request.":
         "能同时容纳多少请求，看可分配的块够几个请求并排放：池里的块数除以一个请求占的块数。",
     "Whole requests are counted: what is left over holds a part of one, and that is none.":
         "只数完整的请求：剩下的块只放得下半个请求，那就不算。",
@@ -104,8 +104,8 @@ ZH = {
         "调度器计划了什么就运行什么，全部运行，且只运行一次：一个批次，一次前向传播。",
     "A plan may be empty. Then nothing is run, and the scheduler is told all the same.":
         "计划可能是空的：这时不运行任何东西，但仍要把结果交还调度器。",
-    "Logits have a row for each request that has now computed all its tokens, in the order of the plan: only those requests "
-    "get a token, and each the one of its own row.":
+    "Logits have a row for each request that has now computed all its tokens, in the order of the plan: only those "
+    "requests get a token, and each the one of its own row.":
         "凡是已算完全部 token 的请求，在 logits 里各占一行，顺序与计划一致：只有它们得到 token，而且各取自己那一行的。",
     "The tokens go back to the scheduler once, with the plan that they belong to.":
         "token 连同它们所属的计划一起交还调度器，只交一次。",
@@ -114,14 +114,14 @@ ZH = {
     "The token is drawn by sample, from the logits of this very step.": "token 由 sample 从本步的 logits 里采样得到。",
     "After each step the accounts hold: who runs, who waits, which blocks are whose.":
         "每一步之后账目都要对得上：谁在运行，谁在等待，哪些块归谁。",
-    "sample answers None for a row that is not finite: that request is ended with \"error\", before the others' tokens are "
-    "handed back, and the others go on.":
+    "sample answers None for a row that is not finite: that request is ended with \"error\", before the others' tokens "
+    "are handed back, and the others go on.":
         "某一行不是有限数时，sample 返回 None：先以 \"error\" 结束那个请求，再交还其他请求的 token，其他请求继续。",
-    "If the forward pass fails, the error gets out, and nobody goes on: the blocks of this step were counted as computed and "
-    "are not. So all requests are aborted.":
+    "If the forward pass fails, the error gets out, and nobody goes on: the blocks of this step were counted as "
+    "computed and are not. So all requests are aborted.":
         "前向传播失败时，异常要抛出去，谁也不能继续：本步的块已记为算好，其实没有。所以要中止所有请求。",
-    "If the forward pass fails, the prefix cache is reset: schedule has published this step's blocks, and nothing is in "
-    "them.":
+    "If the forward pass fails, the prefix cache is reset: schedule has published this step's blocks, and nothing is "
+    "in them.":
         "前向传播失败时要清空前缀缓存：schedule 已经发布了本步的块，里面却什么也没有。",
     "trace {run}, step {k}: {what}": "轨迹 {run} 第 {k} 步：{what}",
     "{plan} planned": "计划了 {plan}",
