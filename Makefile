@@ -4,7 +4,7 @@ CH     ?= 1
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: run test slow gpu chapters grade pictures clean
+.PHONY: run test slow gpu chapters grade lab pictures clean
 
 run: $(VENV)/.run                  ## a few answers from the embedded model, several at once, offline
 	$(BIN)/python nano_serve.py
@@ -24,6 +24,9 @@ chapters: $(VENV)/.run             ## every walk-through, on one rank
 # The grader exits with 1 while a task is unsolved. That is an answer and no error of make's, as another code would be.
 grade: $(VENV)/.run                ## your answers to a chapter's exercises: make grade CH=1
 	@$(BIN)/python chapters/exercises/grade.py $(CH) || [ $$? -eq 1 ]
+
+lab: $(VENV)/.run                  ## your function in the engine, proved: make lab CH=1
+	@$(BIN)/python chapters/exercises/lab.py $(CH) || [ $$? -eq 1 ]
 
 pictures: $(VENV)/.run             ## the README's pictures, drawn again
 	$(BIN)/python chapters/ch01_paradigm.py --tp 1 --width 100 --save out

@@ -1,44 +1,58 @@
 """The grader of every chapter: runs your answers and says what they decided, what was expected, which rule that breaks.
 
-    make grade CH=1                                    the five tasks of chapter 1
-    python chapters/exercises/grade.py 1 --task 2      one of them
-    python -m pytest chapters/exercises                all chapters, as tests (make test installs pytest)
+    make grade CH=1                                                the five tasks of chapter 1
+    python chapters/exercises/grade.py 1 --task 2 --lang zh        one of them, in Chinese
+    python chapters/exercises/grade.py 1 --json                    for other programs
+    python chapters/exercises/grade.py 1 --folder submissions/     a class: a table, and grades.csv in the folder
+    python -m pytest chapters/exercises                            all chapters, as tests (make test installs pytest)
 
-A chapter is a folder of four files; a new one only adds its folder, and nothing here changes:
+A chapter is a folder; a new one only adds its own, and nothing here changes:
 
-    ch01/tasks.py       yours: functions that state a problem and raise NotImplementedError("chapter 1, task 1: …")
-    ch01/grader.py      TASKS, a list of Task: the cases, and the rule that each of them is about
-    ch01/solutions.py   the reference answers
-    ch01/wrong.py       wrong answers, each with the rule that the grader must name (tests/test_exercises.py)
+    ch01/tasks.py, tasks.zh.py   yours: functions that state a problem and raise NotImplementedError("chapter 1, …")
+    ch01/grader.py, zh.py        TASKS, a list of Task: the cases, and the rule that each is about; the Chinese of it
+    ch01/solutions.py            the reference answers
+    ch01/wrong.py                wrong answers, each with the rule that the grader must name (tests/test_exercises.py)
 
-Cases climb: each differs from those before it in one thing, so the first that fails names the rule broken. Answers run
-in a thread of their own, with a time limit, on copies of the arguments; so whatever they do, a sentence comes back. Two
-things are beyond it: a loop inside a single C call, and memory without end.
+Cases climb: each differs from those before it in one thing, so the first that fails names the rule broken; a task whose
+answers can be read more closely has a `compare` of its own. Answers run in another process, behind walls (sandbox.py);
+this one asks, compares and judges, and never executes a line of theirs. So whatever they do, a sentence comes back.
 """
 from __future__ import annotations
 
 import argparse
-import copy
-import ctypes
 import functools
-import linecache
+import inspect
+import json
 import math
 import os
 import pathlib
 import reprlib
-import shutil
 import sys
-import textwrap
-import threading
-import traceback
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Callable, NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent / "tools"), str(HERE)]
+sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent), str(HERE.parent / "tools"), str(HERE)]
+
+from lang import Say, Sentence, T, add_lang_option, catalogue, fill, wide  # noqa: E402
+from sandbox import Other, Sandbox  # noqa: E402
 
 TIME_LIMIT = 3.0    # seconds a call may take; the reference answers take milliseconds
+
+ALWAYS = T({        # rules of every task
+    "number": "The answer is one number, and it is returned: not printed, not a list, not a text.",
+    "arguments": "The arguments are the caller's: an answer leaves its lists and dicts as it found them.",
+    "state": "Each call stands alone: asked for this at once, your code is right. Something is kept from earlier "
+             "calls, in a global name or in a default argument.",
+})
+STATUS = T({"solved": "solved", "not started": "not started", "wrong": "wrong", "raised": "raised",
+            "missing": "missing", "too slow": "too slow", "ended": "ended"})
+LABEL = T({"asked": "asked", "code": "your code", "expected": "expected", "rule": "rule", "about": "about",
+           "printed": "printed", "file": "your file", "": ""})
+DENIED = T({"process": "an answer may not start other processes", "network": "an answer may not use the network",
+            "signal": "an answer may not send signals to processes",
+            "file": "an answer may not read the project's files, nor change any"})
 
 
 # -- 1. What a chapter's grader is made of
@@ -50,16 +64,25 @@ class Case(NamedTuple):
     rule: str
 
 
+class Found(NamedTuple):
+    """What is wrong with an answer: what your code decided, what was expected (texts or Sentences), the rule."""
+    code: object
+    expected: object
+    rule: str
+
+
 @dataclass
 class Task:
     """One task. `cases()` gives its cases: a function, so that what a simulation has to say is only computed if asked.
 
-    `compare(case, got)` finds what is wrong with an answer, as (your code, expected, rule), or None if it is right.
-    Without it an answer is compared as a whole, and the rule is the case's.
+    `compare(case, got)` returns Found, or None if the answer is right. Without it an answer is compared as a whole, and
+    the rule is the case's. `explain(results)`, with [(case, got)] of all cases, may name a better rule, or None.
     """
     name: str
     cases: Callable[[], list[Case]]
     compare: Callable | None = None
+    explain: Callable | None = None
+    points: int = 1
 
     def __post_init__(self):
         self.cases = functools.cache(self.cases)
@@ -67,26 +90,36 @@ class Task:
 
 @dataclass
 class Report:
-    """What came of one task. status: solved, not started, wrong, raised, too slow, missing. rule: the one that is
-    broken, or that of the case at which the code failed, or None. lines: ((label, text), …), shown below the status."""
+    """What came of one task. status: a key of STATUS. rule: the one that is broken, or that of the case at which the
+    code failed, or None. lines: [(key of LABEL, text or Sentence)], shown below the status."""
     name: str
     status: str
     rule: str | None = None
-    lines: tuple = ()
+    lines: list = field(default_factory=list)
+    points: int = 0
+    of: int = 1
 
-    def text(self, width=100):
+    def text(self, say, width=100):
         """The lines as a small table, filled to the width."""
-        rows = []
+        rows = ""
         for label, text in self.lines:
-            indent = f"    {label:<11}" if label else "    "
-            rows.append(textwrap.fill(text, width, initial_indent=indent, subsequent_indent=" " * len(indent),
-                                      break_on_hyphens=False))
-        return "".join(row + "\n" for row in rows)
+            text = text if isinstance(text, str) and label not in ("rule", "about") else say(text)
+            head = say(LABEL[label])
+            indent = f"    {head}{' ' * max(1, 11 - wide(head))}" if head else "    "
+            rows += fill(text, width, indent, " " * wide(indent)) + "\n"
+        return rows
+
+    def data(self, say):
+        """For --json."""
+        lines = {label or "code": text if isinstance(text, str) and label not in ("rule", "about") else say(text)
+                 for label, text in self.lines}
+        return {"task": self.name, "status": self.status, "points": self.points, "of": self.of,
+                "rule": self.rule and say(self.rule), **lines}
 
 
 def wrong_answer(task, rule, ends=True):
-    """Marks a function as a wrong answer to `task` that breaks `rule`, a key of the chapter's RULES. ends: False if it
-    runs for ever."""
+    """Marks a function as a wrong answer to `task` that breaks `rule`, a key of the chapter's RULES or of ALWAYS. ends:
+    False if it runs for ever."""
     def mark(function):
         function.task, function.breaks, function.ends = task, rule, ends
         return function
@@ -107,14 +140,13 @@ class _Short(reprlib.Repr):
         return f"{x:.10g}"
 
 
-def show(value) -> str:
+def show(value):
     """A value in a few words: plain ones as they are, anything else by its kind."""
-    if value is None or isinstance(value, (bool, int, float, str, list, tuple, dict, set, frozenset)):
-        try:
-            return _Short().repr(value)
-        except Exception:     # an int of many thousand digits, or something odd inside a list
-            pass
-    return f"something of type {type(value).__name__}"
+    return Sentence("something of type {kind}", kind=value.kind) if isinstance(value, Other) else _Short().repr(value)
+
+
+def is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def same(got, expected) -> bool:
@@ -125,109 +157,103 @@ def same(got, expected) -> bool:
     if isinstance(expected, dict):
         return (isinstance(got, dict) and got.keys() == expected.keys()
                 and all(same(got[key], expected[key]) for key in expected))
-    if isinstance(expected, (int, float)):
+    if is_number(expected):
         try:
-            number = isinstance(got, (int, float)) and not isinstance(got, bool)
-            return number and math.isclose(got, expected, rel_tol=1e-9, abs_tol=1e-12)
+            return is_number(got) and math.isclose(got, expected, rel_tol=1e-9, abs_tol=1e-12)
         except OverflowError:
             return False
     return type(got) is type(expected) and got == expected
 
 
-# -- 3. Running an answer
+# -- 3. One task
 
-class TimeUp(BaseException):
-    """Thrown into an answer that takes too long; not an Exception, so that `except Exception` doesn't keep it."""
-
-
-def run_bounded(function, arguments, limit):
-    """("returned", value), ("raised", exception) or ("too slow", the thread's innermost frame) of function(*arguments).
-
-    A thread, because it can be left behind on every system: it is a daemon, so it holds up nobody's exit. os._exit
-    raises meanwhile: it would end the grader without a word, and its exit status 0 would read as solved."""
-    result, pid, exit_now = [], os.getpid(), os._exit
-
-    def no_exit(status):
-        if os.getpid() != pid:                  # a process of the answer's own may end as it likes
-            exit_now(status)
-        raise SystemExit(f"os._exit({status})")
-
-    def work():
-        try:
-            result.append(("returned", function(*arguments)))
-        except BaseException as error:          # SystemExit too: it is the answer's, not ours
-            result.append(("raised", error))
-
-    thread = threading.Thread(target=work, daemon=True, name="answer")
-    os._exit = no_exit
-    try:
-        thread.start()
-        thread.join(limit)
-    finally:
-        os._exit = exit_now
-    if not thread.is_alive():
-        return result[0]
-    frame = sys._current_frames().get(thread.ident)
-    for _ in range(5):                          # a bare `except:` may swallow some of them
-        if thread.is_alive():
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimeUp))
-            thread.join(0.1)
-    return "too slow", frame
-
-
-def where(home, frames) -> str:
-    """The innermost of the frames (outermost first, as (file, line)) that lies in the file `home`, with its text."""
-    for file, line in reversed(frames):
-        if file == home:
-            return f" at line {line} of {pathlib.Path(home).name}: {linecache.getline(home, line).strip()}"
-    return ""
-
-
-def failure(outcome, value, home, limit) -> tuple[str, str]:
-    """(status, sentence) for an answer, or a file, that did not come to its end."""
-    if outcome == "too slow":
-        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(value)][::-1]
-        return "too slow", f"was still running after {limit:g} s{where(home, frames)}"
-    if isinstance(value, NotImplementedError):
-        return "not started", str(value)
-    if isinstance(value, SyntaxError) and value.filename == home:
-        return "raised", f"{type(value).__name__}: {value.msg}" + where(home, [(home, value.lineno or 1)])
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(value.__traceback__)]
-    return "raised", f"{type(value).__name__}: {value}".rstrip(": ") + where(home, frames)
-
-
-def load(path):
-    """A file as a module, from its text as it is now: compiled files are told apart by the second, which an edit can
-    outrun. Raises whatever the file raises."""
-    path = pathlib.Path(path).resolve()
-    linecache.checkcache(str(path))
-    module = types.ModuleType(f"exercises_{path.parent.name}_{path.stem}")
-    sys.modules[module.__name__] = module      # a dataclass looks its own module up there
-    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-    return module
-
-
-def grade_task(task, function, home, limit=TIME_LIMIT) -> Report:
-    """Run one answer through the task's cases, up to the first that fails. home: the file the answer is in."""
-    if not callable(function):
-        return Report(task.name, "missing", None, (("your code", f"has no function {task.name} in {home}"),))
+def grade_task(task, sandbox, source, file="tasks.py", function=None, limit=TIME_LIMIT) -> Report:
+    """Runs one answer through the task's cases, up to the first that fails. The sandbox has loaded `source` (or is
+    loaded with it again, if an answer has ended it). function: its name there, if it isn't the task's."""
+    name, results = function or task.name, []
+    report = functools.partial(Report, task.name, of=task.points)
+    if sandbox.process is None:
+        sandbox.load(source, file, limit)
     for case in task.cases():
-        outcome, value = run_bounded(function, copy.deepcopy(list(case.arguments.values())), limit)
-        call = f"{task.name}({', '.join(f'{name}={show(value)}' for name, value in case.arguments.items())})"
-        if outcome != "returned":
-            status, sentence = failure(outcome, value, str(home), limit)
-            if status == "not started":
-                return Report(task.name, status, None, (("", sentence),))
+        arguments = list(case.arguments.values())
+        reply = sandbox.call(name, arguments, limit, file)
+        call = f"{task.name}({', '.join(f'{key}={_Short().repr(value)}' for key, value in case.arguments.items())})"
+        printed = [("printed", reply["printed"][:200].replace("\n", " | "))] if reply.get("printed") else []
+        if reply["status"] == "missing":
+            return report("missing", lines=[
+                ("code", Sentence("has no function {name} in {file}", name=name, file=file))])
+        if reply["status"] == "not started":
+            return report("not started", lines=[("", reply["words"])])
+        if reply["status"] != "returned":
             # A slip of the pen breaks no rule, but what the case is about may be what it slipped on.
-            return Report(task.name, status, case.rule, (("asked", call), ("your code", sentence),
-                                                         ("expected", show(case.expected)), ("about", case.rule)))
-        found = (task.compare(case, value) if task.compare else
-                 None if same(value, case.expected) else (show(value), show(case.expected), case.rule))
+            return report(reply["status"], case.rule, [
+                ("asked", call), ("code", failure(reply, source, file, limit)), ("expected", show(case.expected)),
+                ("about", case.rule), *printed])
+        results.append((case, reply["value"]))
+        found = judge(task, case, reply["value"])
+        if found is None and not same(reply["arguments"], arguments):
+            changed = [key for key, a, b in zip(case.arguments, reply["arguments"], arguments) if not same(a, b)][0]
+            found = Found(Sentence("right, but {name} is {value} afterwards", name=changed,
+                                   value=show(reply["arguments"][list(case.arguments).index(changed)])),
+                          Sentence("{name} stays {value}", name=changed, value=show(case.arguments[changed])),
+                          ALWAYS["arguments"])
+        elif found:
+            found = found._replace(rule=better_rule(task, results, found, sandbox, source, file, name, limit))
         if found:
-            decided = "None, as a function without a return statement has it" if value is None else found[0]
-            return Report(task.name, "wrong", found[2], (("asked", call), ("your code", decided),
-                                                         ("expected", found[1]), ("rule", found[2])))
-    return Report(task.name, "solved")
+            decided = found.code
+            if reply["value"] is None:
+                decided = Sentence("None, as a function without a return statement has it")
+            return report("wrong", found.rule, [("asked", call), ("code", decided), ("expected", found.expected),
+                                                ("rule", found.rule), *printed])
+    return report("solved", points=task.points)
+
+
+def judge(task, case, value) -> Found | None:
+    """None if the value is right."""
+    if is_number(case.expected) and not is_number(value):
+        return Found(show(value), show(case.expected), ALWAYS["number"])
+    if task.compare:
+        return task.compare(case, value)
+    return None if same(value, case.expected) else Found(show(value), show(case.expected), case.rule)
+
+
+def better_rule(task, results, found, sandbox, source, file, name, limit) -> str:
+    """The rule that a failed case broke. Two questions decide it better than the case alone: is the answer right if it
+    is asked for nothing else? And, if the task can read it, what do its answers to the other cases say?"""
+    case = results[-1][0]
+    if len(results) > 1:
+        sandbox.load(source, file, limit)                       # a fresh module: nothing is kept but by tricks
+        again = sandbox.call(name, list(case.arguments.values()), limit, file)
+        if again["status"] == "returned" and judge(task, case, again["value"]) is None:
+            return ALWAYS["state"]
+    if task.explain is None or found.rule == ALWAYS["number"]:
+        return found.rule
+    for other in task.cases()[len(results):]:
+        reply = sandbox.call(name, list(other.arguments.values()), limit, file)
+        if reply["status"] != "returned":
+            break
+        results.append((other, reply["value"]))
+    return task.explain(results) or found.rule
+
+
+def failure(reply, source, file, limit):
+    """The sentence for an answer, or a file, that did not come to its end."""
+    lines, line = source.splitlines(), reply.get("line")
+    where = (Sentence(" at line {line} of {file}: {text}", line=line, file=file, text=lines[line - 1].strip())
+             if line and 0 < line <= len(lines) else "")
+    if reply["status"] == "too slow":
+        return Sentence("was still running after {limit:g} s{where}", limit=limit, where=where)
+    if reply["status"] == "ended":
+        code = reply["code"]
+        if code is not None and code < 0:
+            return Sentence("its process was killed by signal {signal}: a crash in C code, or more memory or time "
+                            "than it may have", signal=-code)
+        return Sentence("ended its process (exit status {code}) where a value was to be returned", code=code)
+    if reply.get("forged"):
+        return Sentence("sent something that is no answer")
+    if reply["denied"]:
+        return Sentence("{what}{where}", what=Sentence(DENIED[reply["denied"]]), where=where)
+    return Sentence("{error}{where}", error=f"{reply['type']}: {reply['words']}".removesuffix(": "), where=where)
 
 
 # -- 4. A chapter
@@ -240,30 +266,59 @@ def folder_of(chapter: int) -> pathlib.Path:
     return HERE / f"ch{chapter:02d}"
 
 
+def load(path):
+    """A file of the project's own, never of a student's, as a module."""
+    path = pathlib.Path(path).resolve()
+    module = types.ModuleType(f"exercises_{path.parent.name}_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module      # a dataclass looks its own module up there
+    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    return module
+
+
+@functools.cache
 def tasks_of(chapter: int) -> list[Task]:
     return load(folder_of(chapter) / "grader.py").TASKS
 
 
-def grade(chapter, path=None, only=None, limit=TIME_LIMIT):
-    """Yields the Report of each task of a chapter (or of number `only`), as its grading ends. path: the answers."""
-    path = pathlib.Path(path or folder_of(chapter) / "tasks.py").resolve()
-    outcome, answers = run_bounded(load, [path], limit)
-    for number, task in enumerate(tasks_of(chapter), 1):
-        if only not in (None, number):
-            continue
-        if outcome == "returned":
-            yield grade_task(task, getattr(answers, task.name, None), path, limit)
-        else:
-            status, sentence = failure(outcome, answers, str(path), limit)
-            yield Report(task.name, status, None, (("your file", sentence),))
+def speaker(chapter: int, language: str) -> Say:
+    return Say(language, catalogue(folder_of(chapter)), catalogue(HERE))
 
+
+def tasks_file(chapter: int, language="en") -> pathlib.Path:
+    """The file that a reader of this language answers in."""
+    path = folder_of(chapter) / ("tasks.zh.py" if language == "zh" else "tasks.py")
+    return path if path.is_file() else folder_of(chapter) / "tasks.py"
+
+
+def grade(chapter, path=None, only=None, limit=TIME_LIMIT, sandbox=None):
+    """Yields the Report of each task of a chapter (or of number `only`), as its grading ends. path: the answers."""
+    path = pathlib.Path(path or tasks_file(chapter))
+    source, file = path.read_text(encoding="utf-8", errors="replace"), path.name
+    with sandbox or Sandbox() as box:
+        loaded = box.load(source, file, limit)
+        for number, task in enumerate(tasks_of(chapter), 1):
+            if only not in (None, number):
+                continue
+            if loaded["status"] == "returned":
+                yield grade_task(task, box, source, file, limit=limit)
+            else:
+                line = ("", loaded["words"]) if loaded["status"] == "not started" else (
+                    "file", failure(loaded, source, file, limit))
+                yield Report(task.name, loaded["status"], lines=[line], of=task.points)
+
+
+# -- 5. The command
 
 def main(argv=None) -> int:
     """Prints each task's report; 0 if all are solved."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chapter", type=int)
     parser.add_argument("--task", type=int, help="only this one")
-    parser.add_argument("--file", help="answers that lie elsewhere than in the chapter's tasks.py")
+    parser.add_argument("--file", help="answers that lie elsewhere than in the chapter's tasks.py or tasks.zh.py")
+    parser.add_argument("--folder", help="answers of a class: NAME.py or NAME/tasks.py each; writes grades.csv there")
+    parser.add_argument("--json", action="store_true", help="print the reports as JSON")
+    add_lang_option(parser)
     args = parser.parse_args(argv)
     if args.chapter not in chapters():
         parser.error(f"chapter {args.chapter} has no exercises; chapters with some: {', '.join(map(str, chapters()))}")
@@ -272,15 +327,46 @@ def main(argv=None) -> int:
         parser.error(f"chapter {args.chapter} has tasks 1 to {count}, not {args.task}")
     if args.file and not pathlib.Path(args.file).is_file():
         parser.error(f"there is no file {args.file}")
-    width, reports = min(100, shutil.get_terminal_size().columns), []
-    for report in grade(args.chapter, args.file, args.task):
+    if args.folder and not pathlib.Path(args.folder).is_dir():
+        parser.error(f"there is no folder {args.folder}")
+    say = speaker(args.chapter, args.lang)
+    if args.folder:
+        from submissions import print_class
+        return print_class(args, say)
+    return print_reports(args, say)
+
+
+def print_reports(args, say) -> int:
+    width, reports, sandbox = terminal_width(), [], Sandbox()
+    path = pathlib.Path(args.file or tasks_file(args.chapter, args.lang))
+    for report in grade(args.chapter, path, args.task, sandbox=sandbox):
         reports.append(report)
-        number = args.task or len(reports)
-        print(f"chapter {args.chapter}, task {number}, {report.name}: {report.status}\n{report.text(width)}", end="",
-              flush=True)
+        if not args.json:
+            print(say("chapter {chapter}, task {task}, {name}: {status}", chapter=args.chapter, name=report.name,
+                      task=args.task or len(reports), status=say(STATUS[report.status])))
+            print(report.text(say, width), end="", flush=True)
     solved = sum(report.status == "solved" for report in reports)
-    print(f"{solved} of {len(reports)} solved")
+    points, of = sum(report.points for report in reports), sum(report.of for report in reports)
+    if args.json:
+        print(json.dumps({"chapter": args.chapter, "file": str(path), "points": points, "of": of,
+                          "not limited here": sandbox.missing, "tasks": [r.data(say) for r in reports]},
+                         indent=1, ensure_ascii=False))
+    else:
+        print(say("{solved} of {total} solved, {points} of {of} points ({file})", solved=solved, total=len(reports),
+                  points=points, of=of, file=path.name))
+        print(walls(sandbox, say), end="")
     return int(solved < len(reports))
+
+
+def walls(sandbox, say) -> str:
+    """What this system doesn't keep an answer from; nothing where it has all walls."""
+    return "" if not sandbox.missing else say(
+        "Answers run in a process of their own; on this system it is not limited in: {walls}.",
+        walls=", ".join(sandbox.missing)) + "\n"
+
+
+def terminal_width() -> int:
+    return min(100, os.get_terminal_size().columns if sys.stdout.isatty() else 100) or 80
 
 
 if __name__ == "__main__":

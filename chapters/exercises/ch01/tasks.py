@@ -1,7 +1,8 @@
 """Chapter 1's exercises. Each task is a function: write its body in place of the `raise`, then `make grade CH=1`.
 
 None needs more than 15 lines, or anything but plain Python. Every question has been answered before your eyes in
-chapters/ch01_paradigm.py; its section is named. The worked examples are true: they are run as tests.
+chapters/ch01_paradigm.py; its section is named. The worked examples are true: they are run as tests. Leave the lists
+that you are given as they are: they are the caller's. 中文版：tasks.zh.py
 """
 
 
@@ -39,7 +40,7 @@ def max_concurrency(kv_cache_bytes, kv_bytes_per_token, block_size, num_prompt_t
 def latencies(arrival_time, first_scheduled_time, token_times):
     """Task 3 (article §3; walk-through 2 and 3). What did the user feel? All times are seconds on one clock.
 
-    token_times says when each output token came. Return a dict of
+    token_times says when each output token came; there is at least one. Return a dict of
       "ttft"   time to first token (首 token 时延), as the user who waits for it has it
       "itls"   inter-token latencies (token 间时延): the list of all gaps between one token and the next
       "tpot"   time per output token: the mean gap after the first token; None if there was no gap
