@@ -1,6 +1,6 @@
 """What is computed (chapters 1 and 10): Llama-3 with grouped-query attention, a layer written out.
 
-Mirrors   vLLM: model_executor/models/llama.py:446 LlamaForCausalLM, model_executor/models/llama.py:266 LlamaDecoderLayer
+Mirrors   vLLM: model_executor/models/llama.py:446 LlamaForCausalLM, model_executor/models/llama.py:248 LlamaDecoderLayer
 Promises  the same logits as transformers' LlamaForCausalLM (fp32: to rounding), whatever the mixture of prefill chunks
           and decodes in the batch, and whatever the number of ranks.
 Leaves out LoRA, pipeline parallelism, other architectures. Sizes and weights come from checkpoint.py.

@@ -32,6 +32,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kv_cache import KVCacheManager
+from records import RequestStep, StepRecord
 from request import Request, RequestRefused, RequestStatus
 
 
@@ -392,45 +393,6 @@ class Scheduler:
                           list(output.preempted_req_ids), output.num_free_blocks,
                           self.kv_cache_manager.num_usable_blocks, list(finished), output.arrived, output.aborted,
                           self.kv_cache_manager.block_size, self.kv_cache_manager.enable_prefix_caching)
-
-
-@dataclass
-class RequestStep:
-    """One request's part in a step: tokens computed before it and scheduled in it, blocks hit, token sampled."""
-
-    request_id: str
-    computed: int
-    scheduled: int
-    hit_blocks: int
-    sampled: int | None
-    num_prompt_tokens: int
-    arrival_time: float = 0.0  # on the engine's clock: what a picture needs to show the wait before the first step
-    blocks: list[int] = field(default_factory=list)  # ids its block table gained, the hits first
-    text: str = ""                                   # that its answer gained
-
-
-@dataclass
-class StepRecord:
-    """All that a step did, in plain values (`dataclasses.asdict` is JSON). Tables, pictures and traces draw on it
-    alone. `time` (start) and `duration` in seconds; `running`, `waiting`, `free_blocks` as planning left them;
-    `total_blocks` without the null block."""
-
-    step: int
-    time: float
-    duration: float
-    requests: list[RequestStep]
-    budget: int
-    used: int
-    running: int
-    waiting: int
-    preempted: list[str]
-    free_blocks: int
-    total_blocks: int
-    finished: list[str]
-    arrived: dict = field(default_factory=dict)  # since the step before: id → prompt tokens; who was aborted
-    aborted: list[str] = field(default_factory=list)
-    block_size: int = 0                          # 0: a record without block ids
-    enable_prefix_caching: bool = False
 
 
 def check_invariants(scheduler: Scheduler, output: SchedulerOutput | None = None) -> None:
