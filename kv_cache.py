@@ -15,9 +15,8 @@ also *cached*: the prefix cache (前缀缓存) knows it by a hash of everything 
 with the same tokens finds it there and shares it. Only full blocks are shared, and nobody ever writes into a full block
 again, so sharing needs no copy.
 
-Promises: every operation that vLLM does in O(1) is O(1) here; block ids, free-list order and hits are vLLM's, decision
-for decision; free + used + null = pool, and `check_invariants` proves it at any moment. The bookkeeping is plain
-Python: it moves numbers, never tensors, so a scheduler can be tested or simulated without torch.
+Promises: what vLLM does in O(1) is O(1) here; block ids, free-list order and hits are vLLM's, decision for decision;
+free + used + null = pool, as `check_invariants` proves. The bookkeeping is plain Python: it moves numbers, no tensors.
 Leaves out: several KV groups (sliding window, Mamba, cross attention), LoRA and multimodal keys in the hash,
 speculative lookahead slots, the watermark, KV events, connectors and partial-block hits.
 
@@ -251,15 +250,8 @@ class KVCacheManager:
         self.num_hit_blocks: dict[str, int] = {}          # the first so many of its table, others had filled
         self.num_cached_blocks: dict[str, int] = {}       # the first so many are cached: the hits, then its own full ones
 
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that could be handed out now."""
-        return self.block_pool.num_free_blocks
-
-    @property
-    def num_usable_blocks(self) -> int:
-        """The pool without the null block."""
-        return self.block_pool.num_blocks - 1
+    num_free_blocks = property(lambda self: self.block_pool.num_free_blocks, doc="Blocks that could be handed out now.")
+    num_usable_blocks = property(lambda self: self.block_pool.num_blocks - 1, doc="The pool without the null block.")
 
     @property
     def usage(self) -> float:
@@ -402,8 +394,6 @@ class KVCacheManager:
             assert (block.ref_cnt == 0) == (block.block_id in free_ids), f"{block} is neither free nor used, or both"
             same_hash = pool.cached_block_hash_to_block.get(block.block_hash, {})
             assert block.block_hash is None or same_hash.get(block.block_id) is block, f"{block} is not found by its hash"
-        num_used = sum(count > 0 for count in held)
-        assert len(free) + num_used + 1 == pool.num_blocks, f"{len(free)} free + {num_used} used + null is not the pool"
         num_cached = sum(len(same_hash) for same_hash in pool.cached_block_hash_to_block.values())
         assert num_cached == sum(b.block_hash is not None for b in pool.blocks), "the prefix cache holds a block twice"
 
@@ -429,10 +419,7 @@ class KVCache:
         self.k = torch.empty(shape, dtype=dtype, device=device)  # [L, num_blocks, block_size, Hkv, d]
         self.v = torch.empty(shape, dtype=dtype, device=device)  # [L, num_blocks, block_size, Hkv, d]
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of both tensors, in bytes."""
-        return self.k.nbytes + self.v.nbytes
+    nbytes = property(lambda self: self.k.nbytes + self.v.nbytes, doc="Memory of both tensors, in bytes.")
 
     def fill_(self, value: float) -> None:
         """Overwrite every slot. Filled with NaN, a cache shows whether anything reads a slot that nobody wrote."""
@@ -448,21 +435,15 @@ class KVCache:
 
 if __name__ == "__main__":       # the life of three sequences, as in BlockPool's docstring
     from request import Request, SamplingParams
-    manager = KVCacheManager(num_blocks=9, block_size=4)
-
-    def show(what):
+    manager, tokens = KVCacheManager(num_blocks=9, block_size=4), {"A": range(14), "B": range(50, 56), "C": [*range(8), 99]}
+    requests = {name: Request(name, ids, SamplingParams()) for name, ids in tokens.items()}
+    for event in "A starts", "B starts", "A ends", "B ends", "C starts":
+        if event.endswith("ends"):
+            manager.free(requests[event[0]])
+        else:
+            manager.update_block_hashes(request := requests[event[0]])
+            hits = manager.get_computed_blocks(request)
+            manager.allocate_slots(request, request.num_tokens - 4 * len(hits), hits)
+            request.num_computed_tokens = request.num_tokens
         free = [f"{b.block_id}{'*' if b.block_hash else ''}" for b in manager.block_pool.free_block_queue.get_all_free_blocks()]
-        print(f"{what:38}free, next first: {' '.join(free):23}tables {manager.req_to_block_ids}")
-
-    def start(request):
-        manager.update_block_hashes(request)
-        hits = manager.get_computed_blocks(request)
-        manager.allocate_slots(request, request.num_tokens - 4 * len(hits), hits)
-        request.num_computed_tokens = request.num_tokens
-        show(f"{request.request_id} starts: {request.num_tokens} tokens, {len(hits)} blocks hit")
-    a, b, c = (Request(name, ids, SamplingParams()) for name, ids in zip("ABC", (range(14), range(50, 56), [*range(8), 99])))
-    for what, request in (start, a), (start, b), (manager.free, a), (manager.free, b), (start, c):
-        what(request)
-        if what != start:
-            show(f"{request.request_id} ends")
-    print("*: cached, it can still be hit")
+        print(f"{event:10}free: {' '.join(free):24}tables: {manager.req_to_block_ids}")       # *: cached, can be hit

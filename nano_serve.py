@@ -379,9 +379,9 @@ class LLM:
         try:
             while index < len(todo) or ours:
                 # A server refuses what its queue can't take; a caller with a list hands it over as there is room.
-                while index < len(todo) and (room := limit - len(engine.scheduler.waiting)) > 0:
+                while index < len(todo) and (seats := limit - len(engine.scheduler.waiting)) > 0:
                     prompt, params, priority = todo[index]
-                    if room < params.n <= limit:
+                    if seats < params.n <= limit:
                         break
                     request_id, self._next_id = str(self._next_id), self._next_id + 1
                     try:

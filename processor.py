@@ -38,7 +38,10 @@ class InputProcessor:
     def process(self, request_id, prompt, params, arrival_time, priority):
         """  →  the LiveRequests of one prompt, params.n of them. Raises RequestRefused (a ValueError)."""
         # Checked once more: a field may have been set since. And the caller may set it later, so this is a copy.
-        params = dataclasses.replace(params or SamplingParams())
+        try:
+            params = dataclasses.replace(params or SamplingParams())
+        except (TypeError, ValueError) as error:
+            raise RequestRefused(f"sampling parameters: {error}") from None
         text, token_ids, cache_salt = self.tokenize(prompt)
         self._check_ids("prompt token id", token_ids)
         self._check_params(params)

@@ -947,3 +947,52 @@ def test_an_engine_has_its_own_number_of_threads():
     finally:
         torch.set_num_threads(threads)
     assert seen == [1, 2, 1]                                 # the embedded model is small
+
+
+def test_a_close_leaves_no_live_request_and_a_small_pool_bounds_the_length():
+    with LLM(num_kv_blocks=4, block_size=16) as llm:
+        assert llm.engine.scheduler.max_model_len == 48
+        llm.engine.add_request("a", "Once", SamplingParams(max_tokens=40, ignore_eos=True))
+        llm.engine.step()
+        llm.close()
+        assert not llm.engine.outputs.live and not llm.engine.scheduler.requests and not llm.engine.outputs.children
+
+
+def test_blocks_of_a_request_that_failed_are_found_by_nobody():
+    """A NaN in the weights for a while: once it is gone the same prompt is computed anew, and its neighbour's blocks still hit."""
+    greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    bad, good = {"prompt_token_ids": [*range(100, 110), 77]}, {"prompt_token_ids": list(range(200, 211))}
+    with LLM(num_kv_blocks=200, block_size=4, attention_backend="torch", check_invariants=True) as llm:
+        want = [o.outputs[0].token_ids for o in llm.generate([bad, good], greedy)]
+        llm.reset_prefix_cache()
+        row = llm.engine.executor.model.embed_tokens.weight[100]
+        kept = row.clone()
+        row.fill_(float("nan"))
+        with pytest.warns(UserWarning, match="not finite"):
+            outputs = llm.generate([bad, good], greedy)
+        assert [o.outputs[0].finish_reason for o in outputs] == ["error", "length"]
+        row.copy_(kept)
+        outputs = llm.generate([bad, good], greedy)
+        assert [o.outputs[0].token_ids for o in outputs] == want and [o.num_cached_tokens for o in outputs] == [0, 8]
+
+
+def test_a_printed_result_shows_its_figures(llm):
+    (output,) = llm.generate("v", SamplingParams(**GREEDY, max_tokens=3))
+    shown = repr(output)
+    assert " at 0x" not in shown and "text='wxy'" in shown and "ttft=0." in shown and "num_cached_tokens=" in shown
+
+
+def test_defaults_come_from_generation_config(tmp_path):
+    import shutil
+    shutil.copytree(EMBEDDED_MODEL, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "generation_config.json").read_text())
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({**config, "temperature": 0, "max_new_tokens": 5, "top_k": 7}))
+    with LLM(tmp_path / "m", num_kv_blocks=100) as llm:
+        params = llm.get_default_sampling_params()
+        assert (params.temperature, params.max_tokens, params.top_k, params.top_p) == (0, 5, 7, 1.0)
+        params.max_tokens = 4                                    # the caller's copy
+        first, second = llm.generate("Once upon a time"), llm.generate("Once upon a time", params)
+        assert len(first[0].outputs[0].token_ids) == 5 and first[0].outputs[0].token_ids[:4] == second[0].outputs[0].token_ids
+        params.max_tokens = "many"
+        with pytest.warns(UserWarning, match="max_tokens"):
+            assert llm.generate("Once", params)[0].error
