@@ -16,7 +16,6 @@ import math
 import re
 import sys
 import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -96,21 +95,20 @@ class LlamaConfig:
         """Read config.json, and generation_config.json's EOS ids where there are any: the instruct models of Llama-3
         name <|eot_id|> only there, and run on past it if that file is not read. Raises CheckpointError."""
         folder = Path(folder)
-        if not (folder / "config.json").is_file():
+        file, generation = folder / "config.json", folder / "generation_config.json"
+        if not file.is_file():
             hint = " (a Meta-format checkpoint: use the Hugging Face one)" if (folder / "params.json").exists() else ""
             raise CheckpointError(f"{folder} holds no config.json, so it is no checkpoint folder{hint}")
-        more_eos = frozenset()
-        if (folder / "generation_config.json").is_file():
-            more_eos = _id_set(read_json(folder / "generation_config.json").get("eos_token_id"))
+        more_eos = _id_set(read_json(generation).get("eos_token_id") if generation.is_file() else None)
         try:
-            config = cls.from_dict(read_json(folder / "config.json"), more_eos)
+            config = cls.from_dict(read_json(file), more_eos)
         except (TypeError, AttributeError, OverflowError) as error:      # a list where a number belongs, and the like
-            raise CheckpointError(f"{folder / 'config.json'} has a field of an impossible type: {error}") from None
+            raise CheckpointError(f"{file} has a field of an impossible type: {error}") from None
         # Here, since a plan of a billion layers would be an hour's work before the first of them is missed.
         has_weights = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
         if has_weights and config.num_hidden_layers * 9 > (held := len(checkpoint_tensors(folder))):
-            raise CheckpointError(f"{folder / 'config.json'}: num_hidden_layers = {config.num_hidden_layers}, of nine "
-                                  f"tensors or more each, but the weight files hold {_count(held, 'tensor')}")
+            raise CheckpointError(f"{file}: num_hidden_layers = {config.num_hidden_layers}, of nine tensors or more each, "
+                                  f"but the weight files hold {_count(held)}")
         return config
 
     @classmethod
@@ -129,19 +127,25 @@ class LlamaConfig:
                                   "the size must be even")
         window = get("sliding_window")
         if window is not None and _positive("sliding_window", window, int) < size["max_position_embeddings"]:
-            raise CheckpointError(f"config.json: sliding_window = {window} (the default, where the field is missing) is "
-                                  "not supported: only null, or max_position_embeddings and more")
+            raise CheckpointError(f"config.json: sliding_window = {window} (the default, where the field is missing) "
+                                  "is not supported: only null, or max_position_embeddings and more")
         spelt = [raw.get(key) and parse_dtype(raw[key], "config.json: dtype") for key in ("dtype", "torch_dtype")]
         dtype = _agree("dtype", *spelt, torch.float32)
         eos = _id_set(raw.get("eos_token_id", None if more_eos else default["eos_token_id"])) | more_eos
         flags = {key: bool(raw.get(key, False)) for key in ("tie_word_embeddings", "attention_bias", "mlp_bias")}
-        return cls(**size, **flags, dtype=str(dtype).removeprefix("torch."), rope_theta=theta, rope_scaling=rope,
+        return cls(**size, **flags, dtype=str(dtype).removeprefix("torch."), rope_scaling=rope,
+                   rope_theta=_positive("rope_theta", theta),
                    rms_norm_eps=_positive("rms_norm_eps", get("rms_norm_eps")),
                    eos_token_ids=frozenset(i for i in eos if 0 <= i < size["vocab_size"]))   # others can't be met
 
     def padded_vocab(self, size):
         """The vocabulary rounded up to a multiple of `size` ranks; the padding's logits are cut off before sampling."""
         return -(-self.vocab_size // size) * size
+
+    def vocab_rows(self, rank, size):
+        """The rows of the vocabulary, a range, that rank `rank` of `size` holds; the last ranks' may be fewer."""
+        rows = self.padded_vocab(size) // size
+        return range(min(rows * rank, self.vocab_size), min(rows * (rank + 1), self.vocab_size))
 
     def check_tensor_parallel(self, size):
         """Raise ValueError unless the model can be cut into `size` ranks, naming the sizes that would work."""
@@ -163,8 +167,7 @@ def _family(raw):
             raise CheckpointError(f"architecture {name!r} is not supported; supported: {', '.join(by_class)}")
         family = _agree("its family (model_type, architectures)", family, by_class[name])
     if family not in FAMILIES:
-        raise CheckpointError(f"config.json: model_type = {family!r} is not supported; "
-                              f"supported: {', '.join(FAMILIES)}")
+        raise CheckpointError(f"config.json: model_type {family!r} is not supported; known: {', '.join(FAMILIES)}")
     return FAMILIES[family][1]
 
 
@@ -172,26 +175,23 @@ def _refuse_what_is_not_known(raw):
     """Refuse by name each field that would change what is computed, and isn't read here: see COMPUTES."""
     for key, value in raw.items():
         value = value[0] if key == "layer_types" and value and value == value[:1] * len(value) else value
-        off = value in NEUTRAL[key] if key in NEUTRAL else value in OFF and value is not True         # True == 1
-        if key in NEUTRAL or key not in READ and COMPUTES.search(key.lower()) and not HARMLESS.search(key.lower()):
-            if not off:
-                raise CheckpointError(f"config.json: {key} = {value!r:.80} is not supported: it changes what is computed")
+        off = value in NEUTRAL[key] if key in NEUTRAL else value in OFF and value is not True            # True == 1
+        computes = COMPUTES.search(key.lower()) and not HARMLESS.search(key.lower()) and key not in READ
+        if (computes or key in NEUTRAL) and not off:
+            raise CheckpointError(f"config.json: {key} = {value!r:.80} is not supported: it changes what is computed")
 
 
 def _rope(raw, default_theta):
     """rope_theta, and the fields of the llama3 scaling or None, from whichever spelling the config has."""
     new, old = (raw.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     rope = {key: _agree(key, new.get(key), old.get(key)) for key in {**new, **old}}
-    for key, value in rope.items():
-        if isinstance(value, dict):                      # a set of angles for each type of layer
-            raise CheckpointError(f"config.json: rope_parameters for {key!r} alone are not supported")
-    theta = _positive("rope_theta", _agree("rope_theta", raw.get("rope_theta"), rope.pop("rope_theta", None),
-                                           default_theta))
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise CheckpointError(f"config.json: rope_parameters a layer type ({', '.join(rope)}) are not supported")
+    theta = _agree("rope_theta", raw.get("rope_theta"), rope.pop("rope_theta", None), default_theta)
     rope_type = _agree("rope_type", rope.pop("rope_type", None), rope.pop("type", None), "default")
     if rope_type not in ("default", "llama3"):
         raise CheckpointError(f"rope type {rope_type!r} is not supported; supported: default, llama3")
-    if rope.get("partial_rotary_factor") not in (None, 1.0):             # at the top level COMPUTES has seen to it
-        raise CheckpointError("config.json: partial_rotary_factor is not supported (only 1.0)")
+    _refuse_what_is_not_known({key: rope[key] for key in rope if key == "partial_rotary_factor"})
     if rope_type == "default":
         return theta, None
     for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
@@ -235,8 +235,8 @@ def read_json(path):
         raise CheckpointError(f"{path} can't be read as JSON: {error}") from None
 
 
-def _count(n, noun):
-    return f"{n} {noun}{'' if n == 1 else 's'}"
+def _count(n):
+    return f"{n} tensor{'' if n == 1 else 's'}"
 
 
 # -- 2. The weight plan -----------------------------------------------------------------------------------------------
@@ -267,8 +267,8 @@ def weight_plan(config, rank=0, size=1):
     # just those of that KV head, so nothing else changes.
     head = c.num_key_value_heads * rank // size
     kv = cut(kv_rows) if size <= c.num_key_value_heads else (d * head, d * (head + 1))
-    rows = c.padded_vocab(size) // size
-    vocab = min(rows * rank, c.vocab_size), min(rows * (rank + 1), c.vocab_size)
+    rows = c.vocab_rows(rank, size)
+    vocab = rows.start, rows.stop
     plan = [Piece("embed_tokens.weight", "model.embed_tokens.weight", (c.vocab_size, D), 0, *vocab, 0)]
 
     def fused(param, base, parts, n_in, bias):
@@ -335,8 +335,7 @@ def find_checkpoint(model):
         raise CheckpointError(f"{model} is neither a folder here nor to be had from the hub ({type(error).__name__}). "
                               f"With a connection: `hf download {model}`, then name it again") from error
     if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(f"{model}: no safetensors in this repository (weights in .bin, .pth or .gguf files are "
-                              "not read)")
+        raise CheckpointError(f"{model}: no safetensors in this repository, and other weight files are not read")
     return folder
 
 
@@ -372,11 +371,9 @@ def read_header(path):
         try:
             return {name: (info["dtype"], tuple(info["shape"]), 8 + length + info["data_offsets"][1])
                     for name, info in json.loads(f.read(length)).items() if name != "__metadata__"}
-        except RecursionError:
-            raise CheckpointError(f"{path}: its header nests brackets beyond the limit of Python's JSON reader, "
-                                  f"{sys.getrecursionlimit()} levels; three are right") from None
-        except (ValueError, AttributeError, TypeError, KeyError, IndexError):
-            raise CheckpointError(f"{path} is not a safetensors file, or is truncated within its header") from None
+        except (ValueError, AttributeError, TypeError, KeyError, IndexError, RecursionError) as error:
+            deep = f": nested over the limit of {sys.getrecursionlimit()}" if isinstance(error, RecursionError) else ""
+            raise CheckpointError(f"{path} is no safetensors file, or is truncated within its header{deep}") from None
 
 
 def checkpoint_tensors(folder):
@@ -409,54 +406,49 @@ def load_model(folder, dtype, device="cpu", tp_rank=0, tp_size=1, comm=None, att
     vLLM: model_executor/models/llama.py:441 LlamaModel.load_weights"""
     config, tensors = LlamaConfig.from_folder(folder), checkpoint_tensors(folder)
     config.check_tensor_parallel(tp_size)
-    if config.tie_word_embeddings and HEAD in tensors:
-        # Tools save the tied head too. If it differs, the file is right and the config wrong, as in transformers.
-        if EMBEDDING in tensors and not _same_rows(tensors, config, dtype, tp_rank, tp_size):
-            config = replace(config, tie_word_embeddings=False)
-    plan = weight_plan(config, tp_rank, tp_size)
-    if config.tie_word_embeddings and EMBEDDING not in tensors and HEAD in tensors:     # a tool that kept the other one
-        plan = [replace(p, name=HEAD) if p.name == EMBEDDING else p for p in plan]
+    try:
+        if config.tie_word_embeddings and HEAD in tensors and EMBEDDING in tensors:
+            # Tools save the tied head too. If it differs, the file is right and the config wrong, as in transformers.
+            tied = _same_rows(tensors, config.vocab_rows(tp_rank, tp_size), dtype)
+            config = replace(config, tie_word_embeddings=tied)
+        plan = weight_plan(config, tp_rank, tp_size)
+        if config.tie_word_embeddings and EMBEDDING not in tensors and HEAD in tensors:    # saved under the other name
+            plan = [replace(p, name=HEAD) if p.name == EMBEDDING else p for p in plan]
+        _check_tensors(folder, plan, tensors, {HEAD} if config.tie_word_embeddings else set())
+        model = Llama(config, dtype, device, tp_rank, tp_size, comm, attention_backend)
+        params = dict(model.named_parameters())
+        for file in sorted({path for path, _ in tensors.values()}):
+            with safe_open(file, framework="pt") as f:
+                for p in plan:
+                    if tensors[p.name][0] == file:
+                        rows = f.get_slice(p.name)
+                        rows = rows[p.start:p.stop] if p.dim == 0 else rows[:, p.start:p.stop]
+                        params[p.param].narrow(p.dim, p.offset, p.stop - p.start).copy_(rows)
+    except SafetensorError as error:                                                 # places that don't fit the shapes
+        files = ", ".join(sorted({str(path) for path, _ in tensors.values()}))
+        raise CheckpointError(f"{files} can't be read: {error}") from None
+    return model
+
+
+def _check_tensors(folder, plan, tensors, may_be_left):
+    """Refuse a tensor that is missing, misshapen or without a place."""
     for piece in plan:
         if piece.name not in tensors:
             raise CheckpointError(f"tensor {piece.name} {list(piece.shape)} is missing from {weight_files(folder)[0]}")
         if (shape := tensors[piece.name][1]) != piece.shape:
             raise CheckpointError(f"tensor {piece.name} is {list(shape)}; the config asks for {list(piece.shape)}")
-    unused = set(tensors) - {p.name for p in plan} - ({HEAD} if config.tie_word_embeddings else set())
+    unused = set(tensors) - {p.name for p in plan} - may_be_left
     if unused:
-        raise CheckpointError(f"{_count(len(unused), 'tensor')} of {folder} without a place in this model; "
-                              f"first: {min(unused)}")
-    model = Llama(config, dtype, device, tp_rank, tp_size, comm, attention_backend)
-    params = dict(model.named_parameters())
-    for file in sorted({path for path, _ in tensors.values()}):
-        with _opened(file) as f:
-            for p in plan:
-                if tensors[p.name][0] == file:
-                    rows = f.get_slice(p.name)
-                    rows = rows[p.start:p.stop] if p.dim == 0 else rows[:, p.start:p.stop]
-                    params[p.param].narrow(p.dim, p.offset, p.stop - p.start).copy_(rows)
-    return model
+        raise CheckpointError(f"{_count(len(unused))} of {folder} without a place in this model; first: {min(unused)}")
 
 
-def _same_rows(tensors, config, dtype, rank, size, step=4096):
+def _same_rows(tensors, rows, dtype, step=4096):
     """Whether the stored head is the embedding, as far as this rank holds the two: where its rows are equal, tied or
     not is the same, so ranks need not agree. Few rows at a time: neither is ever whole in memory."""
-    if tensors[HEAD][1] != tensors[EMBEDDING][1]:
-        return False
-    rows = config.padded_vocab(size) // size
-    start, stop = min(rows * rank, config.vocab_size), min(rows * (rank + 1), config.vocab_size)
-    with _opened(tensors[HEAD][0]) as f, _opened(tensors[EMBEDDING][0]) as g:
-        head, embedding = f.get_slice(HEAD), g.get_slice(EMBEDDING)
-        return all(torch.equal(head[i:min(i + step, stop)].to(dtype), embedding[i:min(i + step, stop)].to(dtype))
-                   for i in range(start, stop, step))
-
-
-@contextmanager
-def _opened(path):
-    try:
-        with safe_open(path, framework="pt") as f:
-            yield f
-    except SafetensorError as error:                     # places that don't fit the shapes
-        raise CheckpointError(f"{path} can't be read: {error}") from None
+    with safe_open(tensors[HEAD][0], "pt") as f, safe_open(tensors[EMBEDDING][0], "pt") as g:
+        cut = lambda file, name, i: file.get_slice(name)[i:min(i + step, rows.stop)].to(dtype)
+        return tensors[HEAD][1] == tensors[EMBEDDING][1] and all(
+            torch.equal(cut(f, HEAD, i), cut(g, EMBEDDING, i)) for i in rows[::step])
 
 
 def auto_dtype(config, device):
