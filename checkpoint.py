@@ -5,8 +5,7 @@ Promises  every dense checkpoint of the families in FAMILIES: Llama 1 to 3.2, Ti
           sliding window. What isn't known is refused by name, before any weight is read.
 Leaves out quantised weights, pipeline parallelism, other architectures.
 Order     1 LlamaConfig: the fields of config.json.  2 weight_plan: which piece of which tensor goes where, on which
-          rank; the loader, the checks and the shard report all follow that one list.  3 load_model.
-          `python checkpoint.py` prints the plan of one layer.
+          rank; loader, checks and shard report follow that one list (`python checkpoint.py` shows it).  3 load_model.
 
 Tensor parallel (TP, 张量并行): rank r of `size` holds a slice of every matrix. QKV and gate+up are cut by output (column
 parallel), O and down by input (row parallel), so a layer needs just two all-reduces: after O and after down.
@@ -26,11 +25,10 @@ from model import Llama
 
 # A family: the classes it goes by, and what its config means by a field that isn't there, as in transformers' class for
 # it (LlamaConfig, MistralConfig): that isn't the same in each. Another family is another row.
-LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048,
-         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": None, "eos_token_id": 2}
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "max_position_embeddings")
+SIZES = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "max_position_embeddings": 2048}
+LLAMA = {**SIZES, "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+         "sliding_window": None, "eos_token_id": 2}
 FAMILIES = {
     "llama": (("LlamaForCausalLM", "LLaMAForCausalLM"), LLAMA),
     "mistral": (("MistralForCausalLM",), {**LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8,
@@ -107,8 +105,8 @@ class LlamaConfig:
         # Here, since a plan of a billion layers would be an hour's work before the first of them is missed.
         has_weights = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
         if has_weights and config.num_hidden_layers * 9 > (held := len(checkpoint_tensors(folder))):
-            raise CheckpointError(f"{file}: num_hidden_layers = {config.num_hidden_layers}, of nine tensors or more each, "
-                                  f"but the weight files hold {_count(held)}")
+            raise CheckpointError(f"{file}: num_hidden_layers = {config.num_hidden_layers}, of nine tensors or more, "
+                                  f"but the weight files hold {held} tensor{'s'[:held != 1]}")
         return config
 
     @classmethod
@@ -123,14 +121,13 @@ class LlamaConfig:
         Hkv = size["num_key_value_heads"] = _positive("num_key_value_heads", get("num_key_value_heads") or H, int)
         d = size["head_dim"] = _positive("head_dim", get("head_dim") or size["hidden_size"] // H, int)
         if H % Hkv or d % 2:
-            raise CheckpointError(f"config.json: {H} query heads over {Hkv} KV heads of size {d}: heads must divide, "
-                                  "the size must be even")
+            raise CheckpointError(f"config.json: {H} query heads, {Hkv} KV heads of size {d}: no multiple, or not even")
         window = get("sliding_window")
         if window is not None and _positive("sliding_window", window, int) < size["max_position_embeddings"]:
             raise CheckpointError(f"config.json: sliding_window = {window} (the default, where the field is missing) "
                                   "is not supported: only null, or max_position_embeddings and more")
-        spelt = [raw.get(key) and parse_dtype(raw[key], "config.json: dtype") for key in ("dtype", "torch_dtype")]
-        dtype = _agree("dtype", *spelt, torch.float32)
+        dtypes = (raw.get(key) and parse_dtype(raw[key], "config.json: dtype") for key in ("dtype", "torch_dtype"))
+        dtype = _agree("dtype", *dtypes, torch.float32)
         eos = _id_set(raw.get("eos_token_id", None if more_eos else default["eos_token_id"])) | more_eos
         flags = {key: bool(raw.get(key, False)) for key in ("tie_word_embeddings", "attention_bias", "mlp_bias")}
         return cls(**size, **flags, dtype=str(dtype).removeprefix("torch."), rope_scaling=rope,
@@ -143,9 +140,8 @@ class LlamaConfig:
         return -(-self.vocab_size // size) * size
 
     def vocab_rows(self, rank, size):
-        """The rows of the vocabulary, a range, that rank `rank` of `size` holds; the last ranks' may be fewer."""
-        rows = self.padded_vocab(size) // size
-        return range(min(rows * rank, self.vocab_size), min(rows * (rank + 1), self.vocab_size))
+        """The range of the vocabulary's rows that rank `rank` of `size` holds; the last ranks' may be shorter."""
+        return range(self.vocab_size)[(rows := self.padded_vocab(size) // size) * rank:rows * (rank + 1)]
 
     def check_tensor_parallel(self, size):
         """Raise ValueError unless the model can be cut into `size` ranks, naming the sizes that would work."""
@@ -197,8 +193,8 @@ def _rope(raw, default_theta):
     for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
         rope[key] = _positive(f"rope type llama3: {key}", rope.get(key))
     if rope["low_freq_factor"] >= rope["high_freq_factor"]:
-        raise CheckpointError(f"config.json: rope type llama3: low_freq_factor {rope['low_freq_factor']} must "
-                              f"be below high_freq_factor {rope['high_freq_factor']}")
+        raise CheckpointError("config.json: rope type llama3: low_freq_factor {low_freq_factor} must be below "
+                              "high_freq_factor {high_freq_factor}".format(**rope))
     return theta, rope
 
 
@@ -227,16 +223,11 @@ def _id_set(value):
 
 def read_json(path):
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(f"not an object, but {content!r:.40}")
-        return content
+        if isinstance(content := json.loads(Path(path).read_text(encoding="utf-8")), dict):
+            return content
+        raise ValueError(f"not an object, but {content!r:.40}")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read as JSON: {error}") from None
-
-
-def _count(n):
-    return f"{n} tensor{'' if n == 1 else 's'}"
 
 
 # -- 2. The weight plan -----------------------------------------------------------------------------------------------
@@ -267,9 +258,8 @@ def weight_plan(config, rank=0, size=1):
     # just those of that KV head, so nothing else changes.
     head = c.num_key_value_heads * rank // size
     kv = cut(kv_rows) if size <= c.num_key_value_heads else (d * head, d * (head + 1))
-    rows = c.vocab_rows(rank, size)
-    vocab = rows.start, rows.stop
-    plan = [Piece("embed_tokens.weight", "model.embed_tokens.weight", (c.vocab_size, D), 0, *vocab, 0)]
+    vocab = c.vocab_rows(rank, size)
+    plan = [Piece("embed_tokens.weight", "model.embed_tokens.weight", (c.vocab_size, D), 0, vocab.start, vocab.stop, 0)]
 
     def fused(param, base, parts, n_in, bias):
         """Output-cut matrices that are one parameter here: `parts` is [(checkpoint name, rows, (start, stop))]."""
@@ -297,7 +287,7 @@ def weight_plan(config, rank=0, size=1):
         input_cut(f"{at}.down_proj", f"{hf}.mlp.down_proj", I, c.mlp_bias)
     plan.append(Piece("norm.weight", "model.norm.weight", (D,), 0, 0, D, 0))
     if not c.tie_word_embeddings:
-        plan.append(Piece("lm_head.weight", "lm_head.weight", (c.vocab_size, D), 0, *vocab, 0))
+        plan.append(Piece("lm_head.weight", "lm_head.weight", (c.vocab_size, D), 0, vocab.start, vocab.stop, 0))
     return plan
 
 
@@ -334,24 +324,22 @@ def find_checkpoint(model):
     except Exception as error:          # offline, gated, misspelt: the hub has a class for each, the remedy is the same
         raise CheckpointError(f"{model} is neither a folder here nor to be had from the hub ({type(error).__name__}). "
                               f"With a connection: `hf download {model}`, then name it again") from error
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(f"{model}: no safetensors in this repository, and other weight files are not read")
-    return folder
+    if any(folder.glob("*.safetensors")):
+        return folder
+    raise CheckpointError(f"{model}: no safetensors in this repository, and other weight files are not read")
 
 
 def weight_files(folder):
     """(the file that says which tensors there are, {tensor name: file name} or None for all of it). One whole
     model.safetensors goes before an index, as in transformers."""
-    folder = Path(folder)
-    index, single = folder / INDEX, folder / SINGLE
+    index, single = Path(folder) / INDEX, Path(folder) / SINGLE
     if single.is_file():
         if index.is_file():
             warnings.warn(f"{folder} holds both {SINGLE} and {INDEX}: the single file is taken", stacklevel=2)
         return single, None
     if not index.is_file():
-        found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pth", ".safetensors", ".gguf"))
-        raise CheckpointError(f"{folder} holds neither {SINGLE} nor its index (weight files found: "
-                              f"{', '.join(found) or 'none'})")
+        found = sorted(p.name for p in index.parent.iterdir() if p.suffix in (".bin", ".pth", ".safetensors", ".gguf"))
+        raise CheckpointError(f"{folder} holds neither {SINGLE} nor its index (found: {', '.join(found) or 'none'})")
     wanted = read_json(index).get("weight_map")
     inside = lambda file: isinstance(file, str) and file == Path(file).name     # no path out of the folder
     if not wanted or not isinstance(wanted, dict) or not all(map(inside, wanted.values())):
@@ -406,6 +394,7 @@ def load_model(folder, dtype, device="cpu", tp_rank=0, tp_size=1, comm=None, att
     vLLM: model_executor/models/llama.py:441 LlamaModel.load_weights"""
     config, tensors = LlamaConfig.from_folder(folder), checkpoint_tensors(folder)
     config.check_tensor_parallel(tp_size)
+    file = weight_files(folder)[0]
     try:
         if config.tie_word_embeddings and HEAD in tensors and EMBEDDING in tensors:
             # Tools save the tied head too. If it differs, the file is right and the config wrong, as in transformers.
@@ -414,7 +403,14 @@ def load_model(folder, dtype, device="cpu", tp_rank=0, tp_size=1, comm=None, att
         plan = weight_plan(config, tp_rank, tp_size)
         if config.tie_word_embeddings and EMBEDDING not in tensors and HEAD in tensors:    # saved under the other name
             plan = [replace(p, name=HEAD) if p.name == EMBEDDING else p for p in plan]
-        _check_tensors(folder, plan, tensors, {HEAD} if config.tie_word_embeddings else set())
+        for p in plan:
+            if p.name not in tensors:
+                raise CheckpointError(f"tensor {p.name} {list(p.shape)} is missing from {file}")
+            if (shape := tensors[p.name][1]) != p.shape:
+                raise CheckpointError(f"tensor {p.name} is {list(shape)}; the config asks for {list(p.shape)}")
+        if unused := set(tensors) - {p.name for p in plan} - ({HEAD} if config.tie_word_embeddings else set()):
+            n = f"{len(unused)} tensor{'s'[:len(unused) > 1]}"
+            raise CheckpointError(f"{n} of {folder} without a place in this model; first: {min(unused)}")
         model = Llama(config, dtype, device, tp_rank, tp_size, comm, attention_backend)
         params = dict(model.named_parameters())
         for file in sorted({path for path, _ in tensors.values()}):
@@ -425,21 +421,8 @@ def load_model(folder, dtype, device="cpu", tp_rank=0, tp_size=1, comm=None, att
                         rows = rows[p.start:p.stop] if p.dim == 0 else rows[:, p.start:p.stop]
                         params[p.param].narrow(p.dim, p.offset, p.stop - p.start).copy_(rows)
     except SafetensorError as error:                                                 # places that don't fit the shapes
-        files = ", ".join(sorted({str(path) for path, _ in tensors.values()}))
-        raise CheckpointError(f"{files} can't be read: {error}") from None
+        raise CheckpointError(f"{file} can't be read: {error}") from None
     return model
-
-
-def _check_tensors(folder, plan, tensors, may_be_left):
-    """Refuse a tensor that is missing, misshapen or without a place."""
-    for piece in plan:
-        if piece.name not in tensors:
-            raise CheckpointError(f"tensor {piece.name} {list(piece.shape)} is missing from {weight_files(folder)[0]}")
-        if (shape := tensors[piece.name][1]) != piece.shape:
-            raise CheckpointError(f"tensor {piece.name} is {list(shape)}; the config asks for {list(piece.shape)}")
-    unused = set(tensors) - {p.name for p in plan} - may_be_left
-    if unused:
-        raise CheckpointError(f"{_count(len(unused))} of {folder} without a place in this model; first: {min(unused)}")
 
 
 def _same_rows(tensors, rows, dtype, step=4096):
@@ -462,14 +445,11 @@ def auto_dtype(config, device):
 def demo():
     """Piece's example played with the checkpoint in models/: what rank 1 of 2 takes of its first layer."""
     c = LlamaConfig.from_folder(Path(__file__).resolve().parent / "models" / "tiny-llama3")
-    print(f"{c.num_attention_heads} query heads, {c.num_key_value_heads} KV heads, head size {c.head_dim}, "
-          f"hidden {c.hidden_size}; rank 1 of 2:")
-    shapes = param_shapes(c, 1, 2)
+    print(f"{c.num_attention_heads} query and {c.num_key_value_heads} KV heads, head size {c.head_dim}; rank 1 of 2:")
     for p in weight_plan(c, 1, 2):
         if p.param.startswith("layers.0."):
             cut = f"{'rows' if p.dim == 0 else 'columns'} {p.start}:{p.stop}"
-            print(f"  {p.name[15:]:<32} {str(list(p.shape)):<11} {cut:<16} → {p.param[9:]} "
-                  f"{list(shapes[p.param])} from {p.offset}")
+            print(f"  {p.name[15:]:<32} {str(list(p.shape)):<11} {cut:<16} → {p.param[9:]} from {p.offset}")
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def test_ranks_read_only_their_slices(monkeypatch, name, size):
         def get_slice(self, name):
             return Spy(self.file.get_slice(name))
 
-    safe_open = model.safe_open
+    safe_open = checkpoint.safe_open
     monkeypatch.setattr(checkpoint, "safe_open", File)
     folder = toy(name)
     config = LlamaConfig.from_folder(folder)
