@@ -273,7 +273,8 @@ SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention
 def published_config(name):
     """The LlamaConfig of a model in PUBLISHED: enough to count its bytes, without its weights."""
     from checkpoint import LlamaConfig
-    return LlamaConfig.from_dict({**dict(zip(SIZES, PUBLISHED[name])), "dtype": "bfloat16", "rope_theta": 500000.0})
+    return LlamaConfig.from_dict({**dict(zip(SIZES, PUBLISHED[name])), "model_type": "llama", "dtype": "bfloat16",
+                                  "rope_theta": 500000.0})
 
 
 def shard_report(config, size, dtype=None):

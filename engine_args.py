@@ -28,7 +28,7 @@ class EngineArgs:
     limits. vLLM: engine/arg_utils.py EngineArgs"""
     model: str = option(EMBEDDED_MODEL, "checkpoint folder, or a hub id")
     tensor_parallel_size: int = option(1, "ranks that share the model (TP)", short="-tp")   # its limits are the model's
-    dtype: str = option("auto", "auto, float32, bfloat16, float16; auto on a CPU is float32 for small models")
+    dtype: str = option("auto", "auto, float32 (float), float16 (half), bfloat16; auto on a CPU is float32 for small models")
     device: str = option("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     max_model_len: int | None = option(None, "limit for prompt + output; default: the model's, or what the pool holds",
                                        int, low=1)

@@ -29,7 +29,7 @@ import warnings
 
 import torch
 
-from checkpoint import DTYPES, LlamaConfig, auto_dtype, find_checkpoint, param_shapes, read_json
+from checkpoint import LlamaConfig, auto_dtype, find_checkpoint, param_shapes, parse_dtype, read_json
 from engine_args import EMBEDDED_MODEL, EngineArgs
 from kv_cache import KVCache, KVCacheManager
 from model import ForwardBatch
@@ -69,9 +69,7 @@ class LLMEngine:
         if args.compile and (device != "cpu" or args.tensor_parallel_size > 1 or args.attention_backend == "triton"):
             raise ValueError("--compile is for one process on a CPU and the PyTorch twins, not for --device "
                              f"{device}, -tp {args.tensor_parallel_size}, --attention-backend {args.attention_backend}")
-        if args.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"--dtype {args.dtype!r} is unknown; it is one of auto, {', '.join(DTYPES)}")
-        dtype = auto_dtype(self.config, device) if args.dtype == "auto" else DTYPES[args.dtype]
+        dtype = parse_dtype(args.dtype) or auto_dtype(self.config, device)
         self.device, self.dtype = torch.device(device), dtype
         # All that can be refused is refused before the weights are read.
         block_bytes = KVCache.bytes_per_block(self.config.num_hidden_layers, args.block_size, max(

@@ -317,12 +317,26 @@ def unpack(message, device):
     return ForwardBatch(*tokens, starts.int(), lens.int(), tables.int().view(S, B), ends)
 
 
+def end_with(driver):
+    """Give this process a thread that ends it when the process `driver` is gone, whatever else it is at: loading, a
+    collective of NCCL's, a long step. (Linux would send a signal, but as soon as the driver's *thread* ends that forked
+    this process.) On POSIX an orphan gets another parent; on Windows the pipe from the driver tells."""
+    parent = multiprocessing.parent_process()
+
+    def wait():
+        while os.getppid() == driver and parent.is_alive():
+            parent.join(0.2)
+        os._exit(0)
+    threading.Thread(target=wait, daemon=True).start()
+
+
 class _Stop(BaseException):
     """The driver is gone, closing, or another rank has failed; that rank reports."""
 
 
 def worker_main(rank, size, area, locks, collectives, path, driver, folder, dtype, device, attention_backend):
     """What a worker process does, all its life.  vLLM: v1/executor/multiproc_executor.py:821 WorkerProc.worker_main"""
+    end_with(driver)
     signal.signal(signal.SIGINT, signal.SIG_IGN)      # Ctrl-C reaches the whole process group; the driver alone decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)     # a fork inherits the driver's handlers
     # Of the driver's threads a fork brings along only one. OpenMP doesn't notice that its others are gone and would
