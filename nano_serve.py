@@ -194,7 +194,7 @@ class LLMEngine:
         arrival_time = self.clock() if arrival_time is None else arrival_time
         request = Request(request_id, token_ids, params, arrival_time, priority, self.config.eos_token_ids)
         self.scheduler.add_request(request)
-        self._live[request_id] = _LiveRequest(request, text, Detokenizer(self.codec, params),
+        self._live[request_id] = _LiveRequest(request, text, Detokenizer(self.codec, params, token_ids),
                                               None if params.logprobs is None else [])
 
     def tokenize(self, prompt):
