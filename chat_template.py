@@ -1,6 +1,6 @@
 """Conversations to text (chapter 3): a checkpoint's own jinja template, in the environment that transformers gives it.
 
-Mirrors   vLLM: entrypoints/chat_utils.py:1954 parse_chat_messages, renderers/hf.py:699 safe_apply_chat_template
+Mirrors   vLLM: entrypoints/llm.py:608 LLM.chat, which renders through transformers
 Promises  a template that transformers renders is rendered, to the same text. It comes with the weights from anywhere:
           it runs in a sandbox, it sees copies of plain data, and whatever it raises refuses this request alone.
 Leaves out images and sound in messages, Python functions as tools.
