@@ -9,23 +9,47 @@ import functools
 import json
 from datetime import datetime
 
+from checkpoint import CheckpointError
 from request import RequestRefused
 
 MARK = "END_OF_THE_LAST_MESSAGE "      # ends in a space, to see whether the template trims what it is given
 REASONING = ("reasoning_content", "thinking", "reasoning")     # what templates and senders call the same field
 
 
-def render(source, messages, add_generation_prompt, continue_final_message, variables):
-    """The template `source` over `messages`; `variables` are what else it sees. Raises RequestRefused."""
+def read_templates(folder, config):
+    """{name: template} of a checkpoint: files of their own go before what tokenizer_config.json says."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    try:
+        if found := {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}:
+            return found
+    except (OSError, UnicodeError) as error:
+        raise CheckpointError(f"a chat template of {folder} can't be read: {error}") from None
+    said = config.get("chat_template") or {}
+    if isinstance(said, list):                                            # several named ones
+        said = {t["name"]: t["template"] for t in said if isinstance(t, dict) and t.keys() >= {"name", "template"}}
+    return said if isinstance(said, dict) else {"default": said}
+
+
+def render(templates, messages, chat_template, add_generation_prompt, continue_final_message, tools, known, given):
+    """One of a checkpoint's templates (or another one, chat_template) over `messages`; `known` and `given` are what
+    else it sees, the latter from the request. See TextCodec.apply_chat_template. Raises RequestRefused."""
+    name = "tool_use" if tools is not None and "tool_use" in templates else "default"
+    source = templates.get(chat_template or name, chat_template)
+    if not isinstance(source, str) or not source:
+        raise RequestRefused("this checkpoint has no chat template; use generate() with a plain prompt")
     if continue_final_message and add_generation_prompt:
         raise RequestRefused("continue_final_message goes on with the last message and add_generation_prompt begins "
                              "another: at most one of them may be true")
+    if not isinstance(given, dict) or given.keys() & {"chat_template", "tokenize", "messages"}:
+        raise RequestRefused("chat_template_kwargs is a dict of further variables, none of them messages, tokenize "
+                             f"or chat_template, not {given!r:.80}")
     try:
         template, loops, asks = compile_template(source)
         messages = [_plain_message(m, loops, asks) for m in json.loads(json.dumps(_checked(messages)))]
         last = _mark_end(messages[-1], continue_final_message, source) if continue_final_message else None
-        text = template.render({**json.loads(json.dumps(variables)), "messages": messages,
-                                "add_generation_prompt": add_generation_prompt})
+        variables = json.loads(json.dumps({**known, **given, "tools": tools}))
+        text = template.render({**variables, "messages": messages, "add_generation_prompt": add_generation_prompt})
         return text if last is None else _cut_at_mark(text, last)
     except RequestRefused:
         raise
@@ -35,8 +59,8 @@ def render(source, messages, add_generation_prompt, continue_final_message, vari
 
 @functools.lru_cache(8)
 def compile_template(source):
-    """Jinja source  →  (template, whether it loops over a message's content, whether it asks if something is a string),
-    with the tags, filters and globals that transformers gives to chat templates."""
+    """Jinja source  →  (template, whether it loops over a message's content, whether it asks what is a string), with
+    the tags, filters and globals that transformers gives to chat templates."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -113,7 +137,7 @@ def _mark_end(message, field, source):
     text = message.get(field)
     names = [name for name in REASONING if message.get(name) == text] if field in REASONING else [field]
     if not text or not any(name in source for name in names):
-        raise RequestRefused(f"continue_final_message: the last message has no {field!r}, or the template doesn't use it")
+        raise RequestRefused(f"continue_final_message: the last message has no {field!r}, or the template ignores it")
     if isinstance(text, list):
         text[-1]["text"], text = text[-1]["text"] + MARK, text[-1]["text"]
     else:

@@ -5,22 +5,22 @@ Promises  prompt and text read on: the text is what the output adds to the decod
           characters, cut at the stop string that is complete first. A token costs the same however long the text is.
           One exception: where a tokenizer falls back to bytes, decode() spoils a whole run for one wrong byte in it;
           here the characters that came before the wrong byte, and have been shown, stay.
-Why a file of its own: it needs no weights, no tensors, and all that goes wrong in it goes wrong in single characters.
-Order     1 TextCodec: the files of a checkpoint's tokenizer.  2 Chat templates.  3 DecodeStream: ids to characters.
-          4 StopStrings.  5 Detokenizer: one request's text. `python text.py` shows the last three at work.
+Order     1 TextCodec: the files of a checkpoint's tokenizer.  2 DecodeStream: ids to characters.  3 StopStrings.
+          4 Detokenizer: one request's text; `python text.py` shows it at work.  Chat templates: chat_template.py.
 """
+import re
+import warnings
 from itertools import islice
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from chat_template import render
+from chat_template import read_templates, render
 from checkpoint import CheckpointError, read_json
 from request import RequestRefused
 
 UNFINISHED = "\ufffd"        # what decode() gives for bytes that are no character, or not yet
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-EXTRA = "extra_special_tokens"
 
 
 # -- 1. The files of a tokenizer --------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ class TextCodec:
 
     def __init__(self, folder):
         read = lambda name: read_json(folder / name) if (folder / name).is_file() else {}
-        self.config = read("tokenizer_config.json")
+        self.config, self.special_tokens = read("tokenizer_config.json"), {}         # of the latter: id → text
         file = folder / "tokenizer.json"
         try:
             self.tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
@@ -40,13 +40,15 @@ class TextCodec:
             raise CheckpointError(f"{file} is not a tokenizer: {error}") from None
         try:
             self._read_tokens(read)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"the tokens that the files beside {file} name can't be read: {error!r}") from None
+        except CheckpointError:
+            raise
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"{folder}: what tokenizer_config.json, special_tokens_map.json or added_tokens.json "
+                                  f"says of tokens can't be used: {error!r}") from None
         id_of = lambda name: self.tokenizer.token_to_id(self.special.get(name, "")) if self.tokenizer else None
         self._bos_token_id, self.eos_token_id = map(id_of, ("bos_token", "eos_token"))
-        self.chat_templates = self._read_templates(folder)
+        self._special_text = re.compile("|".join(map(re.escape, self.special_tokens.values())) or "(?!)")
+        self.chat_templates = read_templates(folder, self.config)
         self.chat_template = self.chat_templates.get("default")
 
     def _read_tokens(self, read):
@@ -60,18 +62,15 @@ class TextCodec:
                             if k.endswith("_token") and k not in NAMES and isinstance(v, (str, dict))}
         content = lambda token: token["content"] if isinstance(token, dict) else token
         named, extra = {k: {**config, **mapped}.get(k) for k in NAMES} | own(mapped) | own(config), []
-        for more in (config.get(EXTRA) or config.get("additional_special_tokens") or [], mapped.get(EXTRA) or []):
-            if isinstance(more, dict):
-                named |= more
-            else:
-                extra += [token for token in more if token not in extra]
+        for more in (config.get("extra_special_tokens") or config.get("additional_special_tokens"),
+                     mapped.get("extra_special_tokens")):
+            named |= more if isinstance(more, dict) else {}
+            extra += [token for token in more if token not in extra] if isinstance(more, list) else []
         named = {name: token for name, token in named.items() if token is not None}
         self.special = {name: content(token) for name, token in named.items()}
-        self.special_tokens = {}                                         # id → text
         if self.tokenizer is None:
             return
-        # A file may bring settings made for training; a prompt isn't cut or padded.
-        self.tokenizer.no_truncation()
+        self.tokenizer.no_truncation()       # a file may bring settings made for training; a prompt isn't cut or padded
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
         known = self.tokenizer.get_added_tokens_decoder()                # id → AddedToken
@@ -87,22 +86,11 @@ class TextCodec:
         tokens += [_added_token(token) for token in more if content(token) not in there]
         for token in tokens:
             token.special = token.special or token.content in self.special.values()
-        self.tokenizer.add_tokens(tokens)            # a text that is a token already keeps its id
+        self.tokenizer.add_tokens(tokens)            # a text that is a token already keeps its id, others get the next
+        for i, token in added.items():
+            if (given := self.tokenizer.token_to_id(token.content)) != i:
+                warnings.warn(f"token {token.content!r} has id {given}, as in transformers, not {i} as its file says")
         self.special_tokens = {i: t.content for i, t in self.tokenizer.get_added_tokens_decoder().items() if t.special}
-
-    def _read_templates(self, folder):
-        """{name: template}: files of their own go before what tokenizer_config.json says."""
-        files = {"default": folder / "chat_template.jinja"}
-        files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-        try:
-            if found := {n: file.read_text(encoding="utf-8") for n, file in files.items() if file.is_file()}:
-                return found
-        except (OSError, UnicodeError) as error:
-            raise CheckpointError(f"a chat template of {folder} can't be read: {error}") from None
-        said = self.config.get("chat_template") or {}
-        if isinstance(said, list):
-            said = {t["name"]: t["template"] for t in said if isinstance(t, dict) and t.keys() >= {"name", "template"}}
-        return said if isinstance(said, dict) else {"default": said}
 
     def encode(self, text, add_special_tokens=True):
         """Text to ids. The tokenizer puts BOS in front; a text that brings its own still gets just one."""
@@ -125,30 +113,21 @@ class TextCodec:
         return skipped or self.tokenizer is None or self.tokenizer.id_to_token(token_id) is None
 
     def check_stop(self, params):
-        """Refuses a stop string that could never match, for the special token in it is skipped."""
-        for text in self.special_tokens.values() if params.skip_special_tokens and params.stop else ():
-            for stop in params.stop:
-                if text in stop:
-                    raise RequestRefused(
-                        f"stop {stop!r:.80}: {text!r} is a special token, which has no text while skip_special_tokens "
-                        f"is true; use stop_token_ids=[{self.tokenizer.token_to_id(text)}] or skip_special_tokens=False")
+        """Refuses a stop string that could never match, for a special token in it is skipped."""
+        for stop in params.stop if params.skip_special_tokens else ():
+            if found := self._special_text.search(stop):
+                raise RequestRefused(
+                    f"stop {stop!r:.80}: {found[0]!r} is a special token, which skip_special_tokens leaves out; use "
+                    f" stop_token_ids=[{self.tokenizer.token_to_id(found[0])}] or skip_special_tokens=False")
 
     def apply_chat_template(self, messages, add_generation_prompt=True, *, chat_template=None,
                             continue_final_message=False, tools=None, chat_template_kwargs=None):
         """[{"role": …, "content": text or parts}, …] to the text that the model was trained on. chat_template: another
-        one, or the name of one of several; tools: JSON schemas; chat_template_kwargs: further variables of the
-        template, `documents` among them; continue_final_message: leave the last message open, for the model to go on
-        with (True, or the name of the field to continue). Raises RequestRefused. vLLM: entrypoints/llm.py:608 LLM.chat
-        """
-        name = "tool_use" if tools is not None and "tool_use" in self.chat_templates else "default"
-        source = self.chat_templates.get(chat_template or name, chat_template)
-        if not isinstance(source, str) or not source:
-            raise RequestRefused("this checkpoint has no chat template; use generate() with a plain prompt")
-        given = chat_template_kwargs or {}
-        if wrong := given.keys() & {"chat_template", "tokenize", "messages"}:
-            raise RequestRefused(f"chat_template_kwargs can't set {min(wrong)}")
-        variables = {**self.special, "documents": None, **given, "tools": tools}
-        return render(source, messages, add_generation_prompt, continue_final_message, variables)
+        one, or one of several by its name; tools: JSON schemas; chat_template_kwargs: further variables, `documents`
+        among them; continue_final_message: leave the last message (or the field named) open, for the model
+        to go on with. Raises RequestRefused. vLLM: entrypoints/llm.py:608 LLM.chat"""
+        return render(self.chat_templates, messages, chat_template, add_generation_prompt, continue_final_message,
+                      tools, {**self.special, "documents": None}, chat_template_kwargs or {})
 
 
 def _added_token(token):
@@ -167,25 +146,21 @@ class DecodeStream:
     A character may span tokens, and a token's text may depend on the one before it ("▁a" begins with a space, but not
     where a text begins). So the text of a token is the difference of two decodes, over a window that begins with the
     tokens of the last piece of text, or of the prompt. Example: 世 is the bytes E4 B8 96 in three tokens; after the
-    first and second the decode ends in U+FFFD, "not finished": that is held. After the third the whole character is
-    there. Byte tokens decode to one U+FFFD each, so at most three of them may still become a character.
-    vLLM: v1/engine/detokenizer.py:168 FastIncrementalDetokenizer (and the class of this name in the tokenizers library)
+    first and second the decode ends in one U+FFFD or two: they are held, as up to three may still become a character.
+    vLLM: v1/engine/detokenizer.py:168 FastIncrementalDetokenizer (there in Rust)
     """
 
     def __init__(self, codec, skip_special_tokens=True, prompt_token_ids=()):
         self.codec, self.skip = codec, skip_special_tokens
+        self._decode = lambda ids: codec.decode(ids, skip_special_tokens)
         tail = list(islice((i for i in reversed(prompt_token_ids) if not codec.is_silent(i, self.skip)), 8))[::-1]
         self.window, self.fresh, self.prefix, self.held = tail, len(tail), self._decode(tail), ""
-        # A prompt may end within a character, and the window begin within one. The output's first character is then
-        # the one that the prompt left unfinished.
+        # A prompt may end within a character, which is then the output's first; and the window may begin within one.
         cuts = ((start, end) for start in range(min(4, len(tail))) for end in range(len(tail), len(tail) - 4, -1))
         for start, end in cuts if self.prefix.endswith(UNFINISHED) else ():
             if start <= end and not (text := self._decode(tail[start:end])).endswith(UNFINISHED):
                 self.window, self.fresh, self.prefix = tail[start:], end - start, text
                 break
-
-    def _decode(self, ids):
-        return self.codec.decode(ids, self.skip)
 
     def step(self, token_id):
         """The text that this token completes."""
@@ -215,17 +190,14 @@ class DecodeStream:
         given = len(text) - held
         return window, text[:given], fresh, text[len(prefix):given], text[given:]
 
-    def token_texts(self, token_ids, last=False):
-        """What each of these tokens would add to the text if it came next: "" while its character is unfinished, then
-        the whole of it, so that the chosen tokens' texts add up to the text. A skipped special token gives its name.
-        last: nothing comes after it, so it gives what is held, too. Changes nothing.
-        vLLM: v1/engine/logprobs.py:249 LogprobsProcessor._correct_decoded_token"""
-        def text_of(token_id):
-            if self.codec.is_silent(token_id, self.skip):
-                return self.codec.decode([token_id], False)
-            *_, piece, held = self._next(token_id)
-            return piece + held if last else piece
-        return [text_of(token_id) for token_id in token_ids]
+    def peek(self, token_id, last=False):
+        """What this token would add to the text if it came next, so the texts of all that come add up to the text: ""
+        while a character is unfinished, then the whole of it. One that is skipped gives its name. last: what is held
+        comes, too. vLLM: v1/engine/logprobs.py:249 LogprobsProcessor._correct_decoded_token"""
+        if self.codec.is_silent(token_id, self.skip):
+            return self.codec.decode([token_id], False)
+        *_, piece, held = self._next(token_id)
+        return piece + held if last else piece
 
 
 # -- 3. Stop strings --------------------------------------------------------------------------------------------------
@@ -234,11 +206,10 @@ class StopStrings:
     """All stop strings of a request in one automaton (Aho and Corasick), so that a character costs the same for one
     string as for a thousand, and nothing of the text is read twice.
 
-    A state is the longest end of the text that begins a stop string. Example, stops "END" and "NO":
+    A state is the longest end of the text that begins a stop string. Example, stops "END" and "NOW":
         text     "E"  "EN"   "ENO"  "ENOx"
         state    "E"  "EN"   "NO"   ""           at "ENO" the state falls back from "EN" to "N", and goes on to "NO"
-    The state's length is what must be held back.  vLLM: v1/engine/detokenizer.py:310 check_stop_strings
-    """
+    The state's length is what must be held back. vLLM: v1/engine/detokenizer.py:310 check_stop_strings"""
 
     def __init__(self, stops):
         self.stops, self.state, none = list(stops), 0, len(stops)
@@ -266,16 +237,16 @@ class StopStrings:
             state = self.fall_back[state]
         return self.next[state].get(char, 0)
 
-    def find(self, piece, may_stop):
-        """Read on. Returns (stop, how many characters of the piece belong to the text up to its end) for the string
-        that is complete first, of several the first in the list, or None."""
-        for length, char in enumerate(piece, 1):
+    def find(self, piece, may_stop=True):
+        """Read on, to the end of the stop string that is complete first, of several the first in the list. Returns (the
+        stop string or None, how many characters of the piece were read)."""
+        for length, char in enumerate(piece if self.stops else "", 1):
             self.state = self._step(self.state, char)
             if may_stop and self.ends[self.state] < len(self.stops):
                 return self.stops[self.ends[self.state]], length
             while self.state and not self.next[self.state]:          # complete, but not allowed to end the text
                 self.state = self.fall_back[self.state]
-        return None
+        return None, len(piece)
 
 
 # -- 4. One request's text --------------------------------------------------------------------------------------------
@@ -286,41 +257,32 @@ class Detokenizer:
         token      " the"   E4        B8        96          " E"          "N"           "x"
         text       " the"   " the"    " the"    " the世"    " the世 E"    " the世 EN"   " the世 ENx"
         may show   " the"   " the"    " the"    " the世"    " the世 "     " the世 "     " the世 ENx"
-    Raises RequestRefused for a stop string that could never match.
-    vLLM: v1/engine/detokenizer.py:69 BaseIncrementalDetokenizer
-    """
+    Raises RequestRefused, see check_stop. vLLM: v1/engine/detokenizer.py:69 BaseIncrementalDetokenizer"""
 
     def __init__(self, codec, params, prompt_token_ids=()):
         codec.check_stop(params)
         self.params, self.num_tokens, self.text, self.shown = params, 0, "", 0
         self.stream = DecodeStream(codec, params.skip_special_tokens, prompt_token_ids)
-        self.stop_strings = StopStrings(params.stop)
+        self.stop_strings, self.decodes = StopStrings(params.stop), getattr(params, "detokenize", True)
 
     def append(self, token_id, finished, show_token=True):
         """Take a token in (show_token False: the stop token itself, which has no text). Returns the stop string that
         ended the text, or None. After finished=True nothing is held back."""
-        if not getattr(self.params, "detokenize", True):
-            return None
-        piece = self.stream.step(token_id) if show_token else ""
+        piece = self.stream.step(token_id) if show_token and self.decodes else ""
         piece += self.stream.held if finished else ""
         self.num_tokens += show_token
         # Token number min_tokens itself may not end the text, as sampling bans stop ids until so many exist.
-        found = self.params.stop and self.stop_strings.find(piece, self.num_tokens > self.params.min_tokens)
-        if found:
-            stop, length = found
-            self.text += piece[:length]
-            self.text = self.text if self.params.include_stop_str_in_output else self.text[:-len(stop)]
-        else:
-            self.text += piece
-        held = 0 if finished or found else self.stop_strings.depth[self.stop_strings.state]
-        self.shown = len(self.text) - held
-        return stop if found else None
+        stop, length = self.stop_strings.find(piece, self.num_tokens > self.params.min_tokens)
+        self.text += piece[:length]
+        if stop and not self.params.include_stop_str_in_output:
+            self.text = self.text[:-len(stop)]
+        self.shown = len(self.text) - (0 if finished or stop else self.stop_strings.depth[self.stop_strings.state])
+        return stop
 
     def token_texts(self, token_ids, last=False):
-        """Texts of the tokens that may come next, see DecodeStream; ask before append(). None each if nothing is
-        decoded."""
-        on = getattr(self.params, "detokenize", True)
-        return self.stream.token_texts(token_ids, last) if on else [None] * len(token_ids)
+        """The texts of tokens that may come next (None each if nothing is decoded), see DecodeStream.peek: so ask
+        before append(), with last=finished."""
+        return [self.stream.peek(i, last) if self.decodes else None for i in token_ids]
 
 
 if __name__ == "__main__":         # the example above, with the tokens of the embedded model
@@ -331,6 +293,7 @@ if __name__ == "__main__":         # the example above, with the tokens of the e
     print(f"prompt {codec.decode(prompt)!r}, stop string 'END'\n{'token':10} {'text':26} may show")
     for token_id in output:
         stop = detokenizer.append(token_id, finished=False)
-        print(f"{codec.tokenizer.id_to_token(token_id):10} {detokenizer.text!r:26} {detokenizer.text[:detokenizer.shown]!r}")
+        token, text = codec.tokenizer.id_to_token(token_id), detokenizer.text
+        print(f"{token:10} {text!r:26} {text[:detokenizer.shown]!r}")
         if stop:
             break

@@ -440,8 +440,91 @@ def test_a_character_costs_the_same_for_ten_thousand_stop_strings():
     stops = StopStrings([f"{'ab' * (i % 9)}{i}" for i in range(10_000)])
     stops.next = Counting(stops.next)
     text = "abababababa1ab12cabab" * 40
-    assert stops.find(text, may_stop=False) is None
+    assert stops.find(text, may_stop=False) == (None, len(text))
     assert len(text) * 2 < len(looked) < len(text) * 8
+
+
+# -- The files of a folder --------------------------------------------------------------------------------------------------
+
+def token(content, **flags):
+    return {"content": content, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True, **flags}
+
+
+FOLDERS = {        # tokenizer_config.json, added_tokens.json, special_tokens_map.json
+    "decoder": ({"added_tokens_decoder": {"340": token("<|im_start|>"), "341": token("<|im_end|>"), "342": token("<tool>", special=False)}, "eos_token": "<|im_end|>"}, None, None),
+    "added": ({}, {"<|im_start|>": 341, "<|im_end|>": 340}, None),
+    "added+eos": ({"eos_token": "<|im_end|>"}, {"<|im_start|>": 341, "<|im_end|>": 340}, None),
+    "added+map": ({"eos_token": "</s>"}, {"<|im_start|>": 341, "<|im_end|>": 340}, {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}),
+    "map": ({"eos_token": "</s>", "bos_token": "<s>"}, None, {"eos_token": token("<|im_end|>"), "additional_special_tokens": ["<|im_start|>"]}),
+    "decoder wins": ({"added_tokens_decoder": {"340": token("<|im_start|>")}, "eos_token": "</s>"}, {"<|im_end|>": 341}, {"eos_token": "<|im_end|>"}),
+    "flags": ({"added_tokens_decoder": {"1": token("<s>", special=False), "2": token("</s>", lstrip=True), "340": token("<tool>", rstrip=True, special=False)}}, None, None),
+    "extra": ({"extra_special_tokens": ["<|im_start|>"], "eos_token": "<|im_end|>"}, None, None),
+    "extra dict": ({"extra_special_tokens": {"image_token": "<|im_start|>"}, "eos_token": "<|im_end|>"}, None, None),
+    "additional": ({"additional_special_tokens": ["<|im_start|>", "<tool>"]}, None, {"additional_special_tokens": ["<|im_end|>"]}),
+    "own": ({"image_token": "<tool>"}, None, {"video_token": "<|im_end|>"}),
+    "object": ({"bos_token": {"__type": "AddedToken", **token("<|im_start|>", lstrip=True)}}, None, None),
+    "split": ({"split_special_tokens": True, "eos_token": "</s>"}, None, None),
+    "vocab": ({"eos_token": "q"}, None, None),
+    "gap": ({"added_tokens_decoder": {"400": token("<|im_start|>"), "350": token("<|im_end|>")}}, None, None),
+    "order": ({"pad_token": "<pad>", "mask_token": "<mask>", "bos_token": "<tool>", "x_token": "<|im_start|>"}, None, {"y_token": "<|im_end|>", "x_token": "q"}),
+    "null": ({"eos_token": "</s>"}, None, {"eos_token": None, "unk_token": "<unk>"}),
+    "none": (None, None, {"eos_token": "</s>", "pad_token": "<pad>"}),
+    "pad": ({"pad_token": "<pad>", "bos_token": None, "add_bos_token": True}, None, None),
+    "extra map": ({"extra_special_tokens": ["<tool>"]}, None, {"extra_special_tokens": ["<|im_start|>"]}),
+    "extra map dict": ({}, None, {"extra_special_tokens": {"image_token": "<tool>"}}),
+}
+MARKED = "<|im_start|>user\nhi <s> q </s>a  <|im_end|>  <tool>  b<pad> <unk><mask>"
+
+
+@pytest.mark.parametrize("kind", [byte_level, lambda: sentencepiece(False), lambda: sentencepiece(True), toys.byte_tokenizer],
+                         ids=["byte-level", "sentencepiece", "metaspace", "single bytes"])
+@pytest.mark.parametrize("config, added, special_map", FOLDERS.values(), ids=FOLDERS)
+@pytest.mark.filterwarnings("ignore:token .* has id")
+def test_every_file_that_says_something_about_tokens_is_read_as_transformers_reads_it(kind, config, added, special_map):
+    """tokenizer_config.json (None: not there), added_tokens.json, special_tokens_map.json beside tokenizer.json."""
+    from transformers import PreTrainedTokenizerFast
+    folder = toys.new_folder()
+    kind().save(str(folder / "tokenizer.json"))
+    for name, content in [("tokenizer_config", config), ("added_tokens", added), ("special_tokens_map", special_map)]:
+        if content is not None:
+            (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    reference, codec = PreTrainedTokenizerFast.from_pretrained(folder), TextCodec(folder)
+    ids = codec.encode(MARKED)
+    assert ids == reference(MARKED)["input_ids"]
+    for skip in (True, False):
+        assert codec.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip)
+    assert (codec.eos_token_id, codec.special) == (reference.eos_token_id, reference.special_tokens_map)
+    assert codec.tokenizer.get_vocab() == reference.get_vocab()
+
+
+def test_an_added_token_is_one_token():
+    """The kind of folder that chat models of the SentencePiece age bring."""
+    n = byte_level().get_vocab_size()
+    tokens = {str(n): token("<|im_start|>"), str(n + 1): token("<|im_end|>")}
+    codec = make_codec(byte_level(), added_tokens_decoder=tokens, eos_token="<|im_end|>")
+    assert codec.encode("<|im_start|>hi<|im_end|>") == [n, *codec.encode("hi"), n + 1] and codec.eos_token_id == n + 1
+    assert feed(codec, [n, *codec.encode("hi"), n + 1])[1] == "hi"
+    assert make_codec(byte_level()).eos_token_id is None and make_codec(None, eos_token="</s>").eos_token_id is None
+
+
+def test_an_id_that_the_tokenizer_can_not_give_is_named():
+    """The library numbers tokens on; a file that says otherwise would be read wrong without a word."""
+    with pytest.warns(UserWarning, match="'<x>' has id 333.*not 400"):
+        assert make_codec(byte_level(), added_tokens_decoder={"400": token("<x>")}).encode("<x>") == [333]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", [{"added_tokens_decoder": {"x": token("a")}, "a": "b"}, {"added_tokens_decoder": {"1": 5}, "<x>": "y"},
+                                     {"added_tokens_decoder": {"1": {}}, "a": {}}, {"eos_token": {"text": "</s>"}, "added_tokens_decoder": []}])
+def test_a_file_with_odd_tokens_is_named(name, content):
+    folder = toys.new_folder()
+    byte_level().save(str(folder / "tokenizer.json"))
+    (folder / name).write_text(json.dumps(content))
+    if name == "special_tokens_map.json" and "eos_token" not in content:
+        assert TextCodec(folder).special == {}, "nothing in it is a name of a token"
+    else:
+        with pytest.raises(CheckpointError, match=name):
+            TextCodec(folder)
 
 
 # -- Prompts to ids --------------------------------------------------------------------------------------------------------
