@@ -193,8 +193,9 @@ class LLMEngine:
             params = dataclasses.replace(params, seed=self._seeds.getrandbits(62))
         arrival_time = self.clock() if arrival_time is None else arrival_time
         request = Request(request_id, token_ids, params, arrival_time, priority, self.config.eos_token_ids)
+        detokenizer = Detokenizer(self.codec, params, token_ids)         # refuses stop strings that can never match
         self.scheduler.add_request(request)
-        self._live[request_id] = _LiveRequest(request, text, Detokenizer(self.codec, params, token_ids),
+        self._live[request_id] = _LiveRequest(request, text, detokenizer,
                                               None if params.logprobs is None else [])
 
     def tokenize(self, prompt):
