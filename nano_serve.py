@@ -92,7 +92,7 @@ class LLMEngine:
                 self.scheduler = self._make_scheduler(num_blocks)
             self.executor.init_kv_cache(num_blocks, args.block_size)
         self.inputs = InputProcessor(args, self.config, self.codec)
-        self.outputs = OutputProcessor(self.codec, self.scheduler.finish_request)
+        self.outputs = OutputProcessor(self.scheduler.finish_request)
         self._results = []                       # of a step that didn't get to return them: the next one does
         self._in_step, self._aborts, self.closed = False, [], False
 

@@ -34,6 +34,9 @@ class InputProcessor:
 
     def __init__(self, args, config, codec):
         self.args, self.config, self.codec, self.seeds = args, config, codec, random.Random(args.seed)
+        # What ends a sequence: by config.json and generation_config.json, and the tokenizer's own EOS, as in vLLM.
+        own = codec.eos_token_id
+        self.eos_token_ids = config.eos_token_ids | ({own} if own is not None and own < config.vocab_size else set())
 
     def process(self, request_id, prompt, params, arrival_time, priority):
         """  →  the LiveRequests of one prompt, params.n of them. Raises RequestRefused (a ValueError)."""
@@ -50,8 +53,9 @@ class InputProcessor:
                 raise RequestRefused(f"{name} must be a number, got {value!r:.40}")
         ids = [request_id] if params.n == 1 else [f"{j}_{request_id}" for j in range(params.n)]
         return [LiveRequest(Request(child, token_ids, self._params_of(params, j), arrival_time, priority,
-                                    self.config.eos_token_ids, cache_salt),
-                            text, Detokenizer(self.codec, params), None if params.logprobs is None else [], request_id, j)
+                                    self.eos_token_ids, cache_salt),
+                            text, Detokenizer(self.codec, params, token_ids), None if params.logprobs is None else [],
+                            request_id, j)
                 for j, child in enumerate(ids)]
 
     def _params_of(self, params, j):
@@ -117,9 +121,9 @@ def as_list_of_ids(ids):
 class OutputProcessor:
     """The live requests, and the one place where each gets its token."""
 
-    def __init__(self, codec, finish_request):
+    def __init__(self, finish_request):
         """finish_request: Scheduler.finish_request, for a stop string: the scheduler sees ids, not text."""
-        self.codec, self.finish_request = codec, finish_request
+        self.finish_request = finish_request
         self.live = {}                           # request id → LiveRequest
         self.children = {}                       # of a parent with n > 1: its id → ids of those that have not ended
 
@@ -136,12 +140,13 @@ class OutputProcessor:
             request.token_times.append(now)
             by_token = request.finish_reason == "stop"       # ended by EOS or a stop id: that token's text is not shown
             show = not by_token or request.sampling_params.include_stop_str_in_output
+            if logprobs is not None:                         # before append: the texts are what each would have added
+                texts = live.detokenizer.token_texts([i for i, _, _ in logprobs], request.finish_reason is not None)
+                live.logprobs.append({i: Logprob(v, rank, text) for (i, v, rank), text in zip(logprobs, texts)})
             stop = live.detokenizer.append(token_id, request.finish_reason is not None, show_token=show)
             if stop is not None:                             # on the last allowed token, too: then "stop", not "length"
                 self.finish_request(request_id, "stop", stop)                            # no effect if it has ended
                 request.finish_reason, request.stop_reason = "stop", stop
-            if logprobs is not None:
-                live.logprobs.append({i: Logprob(v, rank, self.codec.decode([i], False)) for i, v, rank in logprobs})
         return self.output_of(live, now, error, shown)
 
     def output_of(self, live, now, error=None, shown=None):

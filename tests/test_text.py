@@ -1,4 +1,5 @@
 """text.py: what a request shows, character by character, and how prompts become ids."""
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from checkpoint import CheckpointError
 from nano_serve import EMBEDDED_MODEL
 from request import RequestRefused, SamplingParams
-from text import Detokenizer, TextCodec
+from text import DecodeStream, Detokenizer, StopStrings, TextCodec
 
 VARIED = "ďábel 世界 👩‍👩‍👧 🇨🇭 ไทย"
 CORPUS = ["the quick brown fox jumps over the lazy dog", "a b  c   d", "世界世界 你好", "ďábel žluťoučký kůň", "\n\n  x y\tz"] * 3
@@ -64,13 +65,14 @@ def make_codec(tokenizer, template_file=None, **tokenizer_config):
 
 
 CODECS = {"byte-level": make_codec(byte_level()), "sentencepiece": make_codec(sentencepiece(False)), "metaspace": make_codec(sentencepiece(True)),
-          "single bytes": make_codec(toys.byte_tokenizer())}
+          "single bytes": make_codec(toys.byte_tokenizer()), "llama-3": TextCodec(Path(EMBEDDED_MODEL))}
+BYTES = CODECS["single bytes"]
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 
 
-def feed(codec, ids, finish=True, **params):
+def feed(codec, ids, finish=True, prompt=(), **params):
     """Everything that a front end sees of `ids`: (pieces, whole text, stop string or None). Stops where the detokenizer says so."""
-    detokenizer = Detokenizer(codec, SamplingParams(max_tokens=None, **params))
+    detokenizer = Detokenizer(codec, SamplingParams(max_tokens=None, **params), prompt)
     pieces, shown, stop = [], 0, None
     for i, token_id in enumerate(ids):
         stop = detokenizer.append(token_id, finish and i == len(ids) - 1)
@@ -165,11 +167,33 @@ def test_special_tokens_are_shown_only_on_request(codec):
 
 def test_the_window_that_is_decoded_stays_short():
     """The cost of a token doesn't grow with the text."""
-    codec, seen = CODECS["byte-level"], []
-    spy = SimpleNamespace(decode=lambda ids, skip: (seen.append(len(ids)), codec.decode(ids, skip))[1])
+    codec = CODECS["byte-level"]
     ids = codec.encode(VARIED * 20)
-    feed(spy, ids)
-    assert len(ids) > 400 and max(seen) <= 8
+    seen = decoded_tokens(codec, ids)
+    assert len(ids) > 400 and max(seen) <= 8 and sum(seen) < 8 * len(ids)
+
+
+def decoded_tokens(codec, ids, **params):
+    """The lengths of all that is decoded to get the text of these ids."""
+    seen, spy = [], copy.copy(codec)
+    spy.decode = lambda ids, skip: (seen.append(len(ids)), codec.decode(ids, skip))[1]
+    feed(spy, ids, **params)
+    return seen
+
+
+@every_codec
+@pytest.mark.parametrize("kind", ["special", "broken", "lead", "continuation", "no token", "broken in a run", "spaces"])
+def test_tokens_without_text_cost_no_more_than_others(codec, kind):
+    """4,000 skipped special tokens or broken bytes: each token decodes a few tokens, not all since the last text."""
+    byte = lambda *data: [codec.tokenizer.token_to_id(t) for t in _byte_tokens(codec, bytes(data))]
+    ids = {"special": [max(codec.special_tokens)], "broken": byte(0xff), "lead": byte(0xe4), "continuation": byte(0x96),
+           "no token": [10 ** 6], "broken in a run": byte(0xe4, *"世".encode()), "spaces": codec.encode(" ", False)}[kind]
+    ids = codec.encode("ab", False) + ids * (4000 // len(ids))
+    seen = decoded_tokens(codec, ids)
+    assert max(seen) <= 17 and sum(seen) <= 40 * len(ids)
+    assert kind not in ("special", "no token") or len(seen) < 10
+    if codec in (CODECS["byte-level"], CODECS["single bytes"]):
+        assert feed(codec, ids)[1] == codec.decode(ids)
 
 
 def test_without_a_tokenizer_ids_give_no_text():
@@ -179,10 +203,138 @@ def test_without_a_tokenizer_ids_give_no_text():
         codec.encode("hi")
 
 
+# -- Reading on from the prompt ---------------------------------------------------------------------------------------------
+
+def decode_stream(codec, prompt, ids, skip=True):
+    """What vLLM's detokenizer makes of them: the tokenizers library's own stream, primed with the prompt's ids."""
+    stream = decoders.DecodeStream(ids=list(prompt), skip_special_tokens=skip)
+    return "".join(stream.step(codec.tokenizer, i) or "" for i in ids)
+
+
+def without_bos(codec, text):
+    return codec.encode(text, add_special_tokens=False)
+
+
+@every_codec
+@pytest.mark.parametrize("text", ["Once upon a time", "def f():\n    if x:\n        return 1", "a  b   c", "naïve 世界 👩‍👩‍👧 ไทย x", "the\n\n a\t b"])
+def test_prompt_and_text_read_on_wherever_the_prompt_ends(codec, text):
+    ids = codec.encode(text)
+    for cut in range(1, len(ids)):
+        prompt, want = codec.decode(ids[:cut]), codec.decode(ids)
+        pieces, got, _ = feed(codec, ids[cut:], prompt=ids[:cut])
+        assert "".join(pieces) == got
+        if not prompt.endswith("\ufffd"):
+            assert prompt + got == want and got == decode_stream(codec, ids[:cut], ids[cut:])
+        else:       # the output finishes the prompt's last character: it is the output's first
+            whole = next(t for n in (1, 2, 3) if not (t := codec.decode(ids[:cut - n])).endswith("\ufffd"))
+            assert whole + got == want
+
+
+def test_a_word_after_a_prompt_keeps_its_space_and_a_text_alone_does_not():
+    for codec in (CODECS["sentencepiece"], CODECS["metaspace"]):
+        a, the = map(codec.tokenizer.token_to_id, ["▁a", "▁the"])
+        bos, eos = codec.tokenizer.token_to_id("<s>"), codec.eos_token_id
+        for prompt, text in [([bos, the], " a the"), ([bos], "a the"), ([], "a the"), ([the, 2], " a the"), ([the, 2, 1, 2, 2], " a the")]:
+            assert feed(codec, [a, the], prompt=prompt)[1] == decode_stream(codec, prompt, [a, the]) == text
+        assert feed(codec, [a, the], prompt=[bos, the], stop=" a")[1:] == ("", " a")
+        assert feed(codec, [a, the], prompt=[bos], stop=" a")[1:] == ("a the", None)
+        assert eos is None
+
+
+@every_codec
+def test_a_prompt_that_ends_within_a_character(codec):
+    """As vLLM, which at this place gives the prompt once more before the finished character; that is left out."""
+    byte = lambda data: [codec.tokenizer.token_to_id(t) for t in _byte_tokens(codec, data)]
+    for before in ("", "世", "ab", "ab世界世界"):
+        start = without_bos(codec, before)
+        for data, cut in [("世".encode(), 1), ("世".encode(), 2), ("😀".encode(), 3)]:
+            prompt, ids = start + byte(data[:cut]), byte(data[cut:]) + byte(b"xy")
+            want = data.decode() + "xy"
+            assert decode_stream(codec, prompt, ids) == codec.decode(start) + want
+            assert feed(codec, ids, prompt=prompt)[1] == want
+            x = [codec.tokenizer.token_to_id("x")]
+            assert feed(codec, x, prompt=prompt)[1].lstrip("\ufffd") == "x" == decode_stream(codec, prompt, x)[-1]
+            assert feed(codec, [max(codec.special_tokens)], prompt=prompt)[1] == "", "nothing of the prompt's alone"
+
+
+@pytest.mark.parametrize("codec", [CODECS["byte-level"], CODECS["single bytes"], CODECS["llama-3"]], ids=["byte-level", "single bytes", "llama-3"])
+@ROUND
+@given(data=st.data())
+def test_any_ids_after_any_prompt_of_a_byte_level_tokenizer(codec, data):
+    """What the output adds to the decode of the prompt; vLLM gives the same but for what is no character at the end."""
+    some = st.lists(st.integers(0, min(codec.tokenizer.get_vocab_size(), 400) - 1), max_size=40)
+    prompt, ids, skip = data.draw(some) + without_bos(codec, "a"), data.draw(some), data.draw(st.booleans())
+    got = feed(codec, ids, prompt=prompt, skip_special_tokens=skip)[1]
+    assert codec.decode(prompt, skip) + got == codec.decode(prompt + ids, skip)
+    theirs = decode_stream(codec, prompt, ids, skip)
+    assert got.startswith(theirs) and (got == theirs or got.endswith("\ufffd"))
+
+
+@pytest.mark.parametrize("codec", [CODECS["sentencepiece"], CODECS["metaspace"]], ids=["sentencepiece", "metaspace"])
+@ROUND
+@given(data=st.data())
+def test_any_ids_after_any_prompt_of_a_byte_fallback_tokenizer(codec, data):
+    some = st.lists(st.integers(0, codec.tokenizer.get_vocab_size() - 1), max_size=40)
+    prompt, ids, skip = data.draw(some) + without_bos(codec, "a"), data.draw(some), data.draw(st.booleans())
+    got = feed(codec, ids, prompt=prompt, skip_special_tokens=skip)[1]
+    if "\ufffd" not in codec.decode(prompt + ids, skip):
+        assert got == decode_stream(codec, prompt, ids, skip) == codec.decode(prompt + ids, skip)[len(codec.decode(prompt, skip)):]
+
+
+@every_codec
+def test_a_long_prompt_costs_no_more_than_a_short_one(codec):
+    ids = codec.encode(VARIED * 50)
+    seen, spy = [], copy.copy(codec)
+    spy.decode = lambda ids, skip: (seen.append(len(ids)), codec.decode(ids, skip))[1]
+    for prompt in (ids, ids[:-1], ids[:-2], ids + [max(codec.special_tokens)] * 100, [max(codec.special_tokens)] * 5000):
+        seen.clear()
+        Detokenizer(spy, SamplingParams(), prompt)
+        assert sum(seen) <= 17 * 8
+
+
+@every_codec
+@pytest.mark.parametrize("skip", [True, False])
+def test_texts_of_tokens_add_up_to_the_text(codec, skip):
+    """decoded_token: with its space, "" while a character is unfinished, then the whole of it."""
+    ids, special = codec.encode("the the a 世界 👩‍👩‍👧x"), max(codec.special_tokens)
+    for prompt in ([], codec.encode("a"), without_bos(codec, "世")):
+        for end in ([], ids[-1:], [codec.tokenizer.token_to_id(t) for t in _byte_tokens(codec, b"\xe4")], [special]):
+            detokenizer, total = Detokenizer(codec, SamplingParams(max_tokens=None, skip_special_tokens=skip), prompt), ""
+            for i, token_id in enumerate(ids + end):
+                last = i == len(ids + end) - 1
+                texts = detokenizer.token_texts([token_id, special, ids[0]], last)
+                silent = skip and token_id in codec.special_tokens
+                assert texts == detokenizer.token_texts([token_id, special, ids[0]], last), "asking changes nothing"
+                assert not skip or texts[1] == codec.special_tokens[special]
+                total += texts[0] if not silent else ""
+                assert not silent or texts[0] == codec.special_tokens[token_id]
+                detokenizer.append(token_id, last)
+            assert total == detokenizer.text
+
+
+def test_the_text_of_a_token_keeps_its_space():
+    for codec in (CODECS["sentencepiece"], CODECS["metaspace"]):
+        a, the = map(codec.tokenizer.token_to_id, ["▁a", "▁the"])
+        assert Detokenizer(codec, SamplingParams(), [1, the]).token_texts([a, the, 1, 10 ** 6]) == [" a", " the", "<s>", ""]
+        assert Detokenizer(codec, SamplingParams(), [1]).token_texts([a, the]) == ["a", "the"], "where a text begins there is none"
+
+
+def test_nothing_is_decoded_that_is_not_wanted():
+    detokenizer = Detokenizer(BYTES, SimpleNamespace(detokenize=False, stop=[], skip_special_tokens=True, min_tokens=0))
+    assert detokenizer.append(97, True) is None and (detokenizer.text, detokenizer.shown) == ("", 0)
+    assert detokenizer.token_texts([97, 98]) == [None, None]
+
+
+@pytest.mark.parametrize("include, text", [(False, "ab"), (True, "abz")])
+def test_the_stop_token_has_text_only_on_request(include, text):
+    """show_token is what the engine makes of include_stop_str_in_output; what was held back comes out either way."""
+    detokenizer = Detokenizer(BYTES, SamplingParams(stop="bc", include_stop_str_in_output=include))
+    assert [detokenizer.append(i, False) for i in b"ab"] == [None, None] and detokenizer.shown == 1
+    assert detokenizer.append(ord("z"), True, show_token=include) is None
+    assert (detokenizer.text, detokenizer.shown) == (text, len(text))
+
+
 # -- Stop strings ----------------------------------------------------------------------------------------------------------
-
-BYTES = CODECS["single bytes"]
-
 
 def feed_text(chunks, **params):
     """One token for each chunk of bytes or text."""
@@ -195,7 +347,7 @@ def feed_text(chunks, **params):
 @pytest.mark.parametrize("stop, include, text, found", [
     (["cde"], False, "ab", "cde"), (["cde"], True, "abcde", "cde"), (["ghX"], False, "abcdefgh", None), (["ef", "cde"], False, "ab", "cde"),
     (["h"], False, "abcdefg", "h"), (["gh"], True, "abcdefgh", "gh"), (["a"], False, "", "a"), (["abcdefghi"], False, "abcdefgh", None),
-    ("de", False, "abc", "de"), (["de", "cde"], False, "ab", "cde"), (["e", "cdef"], False, "abcd", "e"), ([], False, "abcdefgh", None)])
+    ("de", False, "abc", "de"), (["de", "cde"], False, "abc", "de"), (["cde", "de"], False, "ab", "cde"), (["bcd", "c"], False, "ab", "c"), (["e", "cdef"], False, "abcd", "e"), ([], False, "abcdefgh", None)])
 def test_a_stop_string_across_tokens(stop, include, text, found):
     pieces, whole, reason = feed_text("abcdefgh", stop=stop, include_stop_str_in_output=include)
     assert ("".join(pieces), whole, reason) == (text, text, found)
@@ -205,12 +357,15 @@ def test_a_stop_string_across_tokens(stop, include, text, found):
 def test_a_stop_string_inside_a_token_and_over_its_edge(chunks):
     assert feed_text(chunks, stop=["cde"])[1:] == ("ab", "cde")
     assert feed_text(chunks, stop=["cde"], include_stop_str_in_output=True)[1:] == ("abcde", "cde")
-    assert feed_text(chunks, stop=["de", "cdef", "g"])[1:] == (("ab", "cdef") if chunks[-1] != "fgh" else ("abc", "de"))
+    assert feed_text(chunks, stop=["cdef", "de", "g"])[1:] == ("abc", "de")
+    assert feed_text(chunks, stop=["bcd", "c"])[1:] == ("ab", "c")
 
 
-def test_of_two_stops_in_one_token_the_earliest_wins_then_the_longest():
+def test_of_several_stops_the_one_that_is_complete_first_wins_then_the_first_of_the_list():
     assert feed_text(["a", "bcdef"], stop=["e", "cd"])[1:] == ("ab", "cd")
-    assert feed_text(["a", "bcdef"], stop=["cd", "cde", "c"], include_stop_str_in_output=True)[1:] == ("abcde", "cde")
+    assert feed_text(["a", "bcdef"], stop=["cde", "cd", "c"], include_stop_str_in_output=True)[1:] == ("abc", "c")
+    assert feed_text(["a", "bcdef"], stop=["cd", "bcd", "d"])[1:] == ("ab", "cd")
+    assert feed_text(["a", "bcdef"], stop=["bcd", "cd", "d"])[1:] == ("a", "bcd")
 
 
 def test_the_beginning_of_a_stop_is_held_back_and_given_out_when_it_is_none():
@@ -232,34 +387,144 @@ def test_min_tokens_lets_stop_strings_pass(min_tokens, text):
     assert feed_text("abcdefgh", stop=["cde"], min_tokens=min_tokens)[1] == text
 
 
+@pytest.mark.parametrize("stop", ["<|eot|>", ["x", "<|eot|>"], ["\n<|eot|>"], "<|eos|><|eos|>"])
+def test_a_stop_string_that_holds_a_skipped_special_token_is_refused(stop):
+    """Its text never comes, so it could never match: the refusal says what would."""
+    with pytest.raises(RequestRefused, match="stop_token_ids.*skip_special_tokens=False") as refusal:
+        feed(BYTES, [97], stop=stop)
+    assert str([toys.EOT if "eot" in str(stop) else toys.EOS]) in str(refusal.value)
+    assert feed(BYTES, [97], stop=stop, skip_special_tokens=False)[1:] == ("a", None)
+
+
 def test_a_stop_string_may_be_the_text_of_a_special_token():
-    assert feed(BYTES, [97, toys.EOT, 98], stop=["<|eot|>"])[1:] == ("ab", None)
     assert feed(BYTES, [97, toys.EOT, 98], stop=["<|eot|>"], skip_special_tokens=False)[1:] == ("a", "<|eot|>")
+    assert feed(BYTES, [*b"<|eot|"], stop=["<|eot|"])[1:] == ("", "<|eot|"), "half a token's name is a text like any other"
 
 
 chunked_text = st.lists(st.text("abc世", min_size=1, max_size=4), min_size=1, max_size=12)
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
-@given(chunked_text, st.lists(st.text("abc世", min_size=1, max_size=4), max_size=3), st.booleans(), st.integers(0, 4))
-def test_stop_strings_against_the_obvious_way(chunks, stops, include, min_tokens):
-    """Text so far, a token at a time: the first in which a stop ends is cut at the earliest such stop. And what is held back is never
-    more than the beginning of a stop, and never less."""
-    want, found, past = "", None, 0
+def obvious_way(chunks, stops, include, min_tokens):
+    """A character at a time: (text, what of it may be shown before the end, the stop or None)."""
+    text = ""
     for i, chunk in enumerate(chunks):
-        past, want = len(want), want + chunk
-        ends = [(want.find(s, max(past - len(s) + 1, 0)), -len(s), s) for s in stops] if i >= min_tokens else []
-        if ends := [e for e in ends if e[0] >= 0]:
-            at, _, found = min(ends)
-            want = want[:at + (len(found) if include else 0)]
-            break
-    pieces, text, stop = feed_text(chunks, stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens)
-    assert ("".join(pieces), text, stop) == (want, want, found)
-    shown = "".join(feed_text(chunks, finish=False, stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens)[0])
-    if found is None:
-        held = want[len(shown):]
-        starts = [want[-n:] for n in range(1, len(want) + 1) if any(s != want[-n:] and s.startswith(want[-n:]) for s in stops)]
-        assert held == max(starts, key=len, default="")
+        for char in chunk:
+            text += char
+            if found := next((s for s in stops if text.endswith(s)), None) if i >= min_tokens else None:
+                text = text if include else text.removesuffix(found)
+                return text, text, found
+    held = [n for n in range(1, len(text) + 1) if any(s.startswith(text[-n:]) and s != text[-n:] for s in stops)]
+    return text, text[:len(text) - max(held, default=0)], None
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(chunked_text, st.lists(st.text("abc世", min_size=1, max_size=4), max_size=4), st.booleans(), st.integers(0, 4))
+def test_stop_strings_against_the_obvious_way(chunks, stops, include, min_tokens):
+    """However the text is cut into tokens; and what is held back is the beginning of a stop, never more, never less."""
+    params = dict(stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens)
+    text, shown, found = obvious_way(chunks, stops, include, min_tokens)
+    pieces, *ended = feed_text(chunks, **params)
+    assert ("".join(pieces), *ended) == (text, text, found)
+    assert "".join(feed_text(chunks, finish=False, **params)[0]) == shown
+    if not min_tokens:
+        assert feed_text("".join(chunks), **params)[1:] == (text, found) == feed_text(["".join(chunks)], **params)[1:]
+
+
+def test_a_character_costs_the_same_for_ten_thousand_stop_strings():
+    """Counted: every state that the automaton looks at. It falls back at most as often as it went on."""
+    looked = []
+    class Counting(list):
+        def __getitem__(self, state):
+            looked.append(state)
+            return list.__getitem__(self, state)
+    stops = StopStrings([f"{'ab' * (i % 9)}{i}" for i in range(10_000)])
+    stops.next = Counting(stops.next)
+    text = "abababababa1ab12cabab" * 40
+    assert stops.find(text, may_stop=False) == (None, len(text))
+    assert len(text) * 2 < len(looked) < len(text) * 8
+
+
+# -- The files of a folder --------------------------------------------------------------------------------------------------
+
+def token(content, **flags):
+    return {"content": content, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True, **flags}
+
+
+FOLDERS = {        # tokenizer_config.json, added_tokens.json, special_tokens_map.json
+    "decoder": ({"added_tokens_decoder": {"340": token("<|im_start|>"), "341": token("<|im_end|>"), "342": token("<tool>", special=False)}, "eos_token": "<|im_end|>"}, None, None),
+    "added": ({}, {"<|im_start|>": 341, "<|im_end|>": 340}, None),
+    "added+eos": ({"eos_token": "<|im_end|>"}, {"<|im_start|>": 341, "<|im_end|>": 340}, None),
+    "added+map": ({"eos_token": "</s>"}, {"<|im_start|>": 341, "<|im_end|>": 340}, {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}),
+    "map": ({"eos_token": "</s>", "bos_token": "<s>"}, None, {"eos_token": token("<|im_end|>"), "additional_special_tokens": ["<|im_start|>"]}),
+    "decoder wins": ({"added_tokens_decoder": {"340": token("<|im_start|>")}, "eos_token": "</s>"}, {"<|im_end|>": 341}, {"eos_token": "<|im_end|>"}),
+    "flags": ({"added_tokens_decoder": {"1": token("<s>", special=False), "2": token("</s>", lstrip=True), "340": token("<tool>", rstrip=True, special=False)}}, None, None),
+    "extra": ({"extra_special_tokens": ["<|im_start|>"], "eos_token": "<|im_end|>"}, None, None),
+    "extra dict": ({"extra_special_tokens": {"image_token": "<|im_start|>"}, "eos_token": "<|im_end|>"}, None, None),
+    "additional": ({"additional_special_tokens": ["<|im_start|>", "<tool>"]}, None, {"additional_special_tokens": ["<|im_end|>"]}),
+    "own": ({"image_token": "<tool>"}, None, {"video_token": "<|im_end|>"}),
+    "object": ({"bos_token": {"__type": "AddedToken", **token("<|im_start|>", lstrip=True)}}, None, None),
+    "split": ({"split_special_tokens": True, "eos_token": "</s>"}, None, None),
+    "vocab": ({"eos_token": "q"}, None, None),
+    "gap": ({"added_tokens_decoder": {"400": token("<|im_start|>"), "350": token("<|im_end|>")}}, None, None),
+    "order": ({"pad_token": "<pad>", "mask_token": "<mask>", "bos_token": "<tool>", "x_token": "<|im_start|>"}, None, {"y_token": "<|im_end|>", "x_token": "q"}),
+    "null": ({"eos_token": "</s>"}, None, {"eos_token": None, "unk_token": "<unk>"}),
+    "none": (None, None, {"eos_token": "</s>", "pad_token": "<pad>"}),
+    "pad": ({"pad_token": "<pad>", "bos_token": None, "add_bos_token": True}, None, None),
+    "extra map": ({"extra_special_tokens": ["<tool>"]}, None, {"extra_special_tokens": ["<|im_start|>"]}),
+    "extra map dict": ({}, None, {"extra_special_tokens": {"image_token": "<tool>"}}),
+}
+MARKED = "<|im_start|>user\nhi <s> q </s>a  <|im_end|>  <tool>  b<pad> <unk><mask>"
+
+
+@pytest.mark.parametrize("kind", [byte_level, lambda: sentencepiece(False), lambda: sentencepiece(True), toys.byte_tokenizer],
+                         ids=["byte-level", "sentencepiece", "metaspace", "single bytes"])
+@pytest.mark.parametrize("config, added, special_map", FOLDERS.values(), ids=FOLDERS)
+@pytest.mark.filterwarnings("ignore:token .* has id")
+def test_every_file_that_says_something_about_tokens_is_read_as_transformers_reads_it(kind, config, added, special_map):
+    """tokenizer_config.json (None: not there), added_tokens.json, special_tokens_map.json beside tokenizer.json."""
+    from transformers import PreTrainedTokenizerFast
+    folder = toys.new_folder()
+    kind().save(str(folder / "tokenizer.json"))
+    for name, content in [("tokenizer_config", config), ("added_tokens", added), ("special_tokens_map", special_map)]:
+        if content is not None:
+            (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    reference, codec = PreTrainedTokenizerFast.from_pretrained(folder), TextCodec(folder)
+    ids = codec.encode(MARKED)
+    assert ids == reference(MARKED)["input_ids"]
+    for skip in (True, False):
+        assert codec.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip)
+    assert (codec.eos_token_id, codec.special) == (reference.eos_token_id, reference.special_tokens_map)
+    assert codec.tokenizer.get_vocab() == reference.get_vocab()
+
+
+def test_an_added_token_is_one_token():
+    """The kind of folder that chat models of the SentencePiece age bring."""
+    n = byte_level().get_vocab_size()
+    tokens = {str(n): token("<|im_start|>"), str(n + 1): token("<|im_end|>")}
+    codec = make_codec(byte_level(), added_tokens_decoder=tokens, eos_token="<|im_end|>")
+    assert codec.encode("<|im_start|>hi<|im_end|>") == [n, *codec.encode("hi"), n + 1] and codec.eos_token_id == n + 1
+    assert feed(codec, [n, *codec.encode("hi"), n + 1])[1] == "hi"
+    assert make_codec(byte_level()).eos_token_id is None and make_codec(None, eos_token="</s>").eos_token_id is None
+
+
+def test_an_id_that_the_tokenizer_can_not_give_is_named():
+    """The library numbers tokens on; a file that says otherwise would be read wrong without a word."""
+    with pytest.warns(UserWarning, match="'<x>' has id 333.*not 400"):
+        assert make_codec(byte_level(), added_tokens_decoder={"400": token("<x>")}).encode("<x>") == [333]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", [{"added_tokens_decoder": {"x": token("a")}, "a": "b"}, {"added_tokens_decoder": {"1": 5}, "<x>": "y"},
+                                     {"added_tokens_decoder": {"1": {}}, "a": {}}, {"eos_token": {"text": "</s>"}, "added_tokens_decoder": []}])
+def test_a_file_with_odd_tokens_is_named(name, content):
+    folder = toys.new_folder()
+    byte_level().save(str(folder / "tokenizer.json"))
+    (folder / name).write_text(json.dumps(content))
+    if name == "special_tokens_map.json" and "eos_token" not in content:
+        assert TextCodec(folder).special == {}, "nothing in it is a name of a token"
+    else:
+        with pytest.raises(CheckpointError, match=name):
+            TextCodec(folder)
 
 
 # -- Prompts to ids --------------------------------------------------------------------------------------------------------
@@ -322,47 +587,6 @@ def test_the_embedded_model_chats_as_transformers_does():
         text = codec.apply_chat_template(TALK, generation_prompt)
         assert codec.encode(text, False) == reference.apply_chat_template(TALK, add_generation_prompt=generation_prompt, return_dict=False)
     assert codec.encode(VARIED) == reference(VARIED)["input_ids"]
-
-
-# Pieces of templates that checkpoints of the family bring: undefined against none, loop controls, JSON, dates, whitespace.
-TEMPLATES = [
-    "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{{ bos_token }}{% if tools is not none %}TOOLS{% endif %}{{ messages[0].content }}",
-    "{% if tools is not none %}TOOLS{% endif %}{% if documents is none %}no documents{% endif %}",
-    "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m | tojson }}\n{% endfor %}",
-    "{{ messages | tojson(indent=2) }}",
-    "  {% if true %}\n  x\n  {% endif %}\n\ty",
-    "{{ strftime_now('%Y') }}{{ messages[1]['content'].strip().upper() }}",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}{{ unknown_name }}",
-]
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_templates_of_the_wild_render_as_in_transformers(template):
-    from transformers import PreTrainedTokenizerFast
-    reference = PreTrainedTokenizerFast(tokenizer_object=toys.byte_tokenizer(), bos_token="<|bos|>", eos_token="<|eos|>")
-    reference.chat_template = template
-    codec = make_codec(toys.byte_tokenizer(), template, bos_token="<|bos|>", eos_token="<|eos|>")
-    assert codec.apply_chat_template(TALK, False) == reference.apply_chat_template(TALK, tokenize=False)
-
-
-@pytest.mark.parametrize("template, message", [
-    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{% if %}", "template"), ("{{ 1 / 0 }}", "division"),
-    ("{{ messages[0].content.nothing.more }}", "nothing"), ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "template"),
-    ("{{ messages.append(1) }}", "template"), ("{{ messages[0].content + 1 }}", "template"), ("{% include 'etc' %}", "template"),
-    ("{% for i in range(10**9) %}x{% endfor %}", "template"), ("{% generation %}{% endgeneration %}", "template"), ("{{ messages[7].content.x }}", "template")])
-def test_a_template_that_fails_refuses_the_request(template, message):
-    """The template comes with the weights: whatever it does, it costs one request, and it reaches nothing of Python's."""
-    codec = make_codec(toys.byte_tokenizer(), template)
-    with pytest.raises(RequestRefused, match=message):
-        codec.apply_chat_template(TALK)
-    assert codec.encode("x")
-
-
-@pytest.mark.parametrize("messages", [[], None, "hi", 5, {}, [1], ["hi"], [{}], [{"role": "user"}], [{"content": "x"}],
-                                      [{"role": "user", "content": None}], [{"role": 1, "content": "x"}], [TALK[0], "x"]])
-def test_what_is_no_conversation_is_refused(messages):
-    with pytest.raises(RequestRefused, match="messages are a list"):
-        make_codec(toys.byte_tokenizer(), TEMPLATE).apply_chat_template(messages)
 
 
 def test_without_a_template_completions_still_work():
