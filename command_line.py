@@ -1,20 +1,24 @@
 """The command line (chapter 3): `python nano_serve.py`. Questions in, answers out, each step on the record.
 
 Promises  a line, a question or an option that is wrong costs only itself and is named; Ctrl-C keeps what is finished
-          (exit code 130); where stdout is no terminal, it is plain text.
+          (exit code 130). Where stdout is no terminal, it is plain text, with what the model says byte for byte.
 Order     1 The options.  2 Jobs: what is to be answered.  3 answer_all, chat_loop: the two ways to answer.
           4 Report: what is shown and kept.  5 shard_report: what each rank holds.  6 main.
+          What a terminal needs stands in terminal.py.
 """
 import argparse
 import dataclasses
 import json
 import math
+import os
+import re
 import sys
 import time
 from pathlib import Path
 
 from engine_args import EngineArgs
 from request import RequestOutput, SamplingParams
+from terminal import Patience, Typist, WordWrap, columns, folded, visible
 
 
 # -- 1. The options ---------------------------------------------------------------------------------------------------
@@ -24,18 +28,22 @@ QUESTIONS = ("What is a KV cache?", "Tell me a story about a fox named Ruby.", "
 SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "ignore_eos")
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"error: {visible(message)}\n`python nano_serve.py --help` lists the options\n")
+
+
 def make_parser():
-    parser = argparse.ArgumentParser(
-        prog="nano_serve.py", formatter_class=argparse.RawTextHelpFormatter,
-        description="Llama-3 serving in a handful of files. Without arguments: a few questions to the embedded model.")
+    parser = Parser(prog="nano_serve.py", usage="python nano_serve.py [options]", description=(
+        "Llama-3 serving in a handful of files. Without arguments: a few questions to the embedded model."))
     add = parser.add_argument_group("what to answer").add_argument
     add("--prompt", action="append", help="a prompt (repeatable)")
-    add("--prompts", metavar="FILE", help="prompts, one a line; in a .jsonl file objects with prompt, messages or\n"
-                                          "prompt_token_ids, SamplingParams fields of their own, and a priority\n"
+    add("--prompts", metavar="FILE", help="prompts, one a line; in a .jsonl file objects with prompt, messages or "
+                                          "prompt_token_ids, SamplingParams fields of their own, and a priority "
                                           "(the lower the earlier, with --scheduling-policy priority)")
     add("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
-    add("--chat", action="store_true", help="talk with the model")
-    add("--shards", action="store_true", help="print what each rank of --tensor-parallel-size holds, and stop;\n"
+    add("--chat", action="store_true", help="talk with the model; /help says how")
+    add("--shards", action="store_true", help="print what each rank of --tensor-parallel-size holds, and stop; "
         "--model may also be " + ", ".join(PUBLISHED))
     add = parser.add_argument_group("how to answer (vLLM's SamplingParams)").add_argument
     add("--max-tokens", type=int, default=300, help="[300]")
@@ -107,7 +115,7 @@ def answer_all(llm, jobs, args, defaults, report):
     questions, code, started = [question_of(job) for job in jobs], 0, time.perf_counter()
     numbers, prompts, params = [], [], []                # of the jobs that can be handed to the engine
     try:
-        with report:
+        with report.showing(lambda: progress_of(llm.engine)):
             for number, job in enumerate(jobs):
                 try:
                     prompt, p = prepare(job, defaults, not args.raw and llm.engine.codec.chat_template)
@@ -133,53 +141,87 @@ def answer_all(llm, jobs, args, defaults, report):
     return code or (1 if failed else 0)
 
 
+def progress_of(engine):
+    """What the engine is at, for who waits. Planning has counted this step's tokens already."""
+    running, waiting = list(engine.scheduler.running), len(engine.scheduler.waiting)
+    reading = [r for r in running if not r.output_token_ids]
+    done = sum(min(r.num_computed_tokens, r.num_prompt_tokens) for r in reading)
+    parts = [f"reading prompts: {done:,} of {sum(r.num_prompt_tokens for r in reading):,} tokens"] if reading else []
+    parts += [f"answers growing: {len(running) - len(reading)}"] if len(running) > len(reading) else []
+    return "; ".join(parts + ([f"waiting: {waiting}"] if waiting else [])) or "working"
+
+
+HELP = """/help          this
+/new, /clear   start over
+/quit, Ctrl-D  end
+Ctrl-C         stop this answer
+Arrow keys edit, and bring back what you typed before. What you paste is one message, with its line breaks."""
+
+
 def chat_loop(llm, defaults, report):
     """A conversation. The whole of it is sent each time; with the prefix cache only the new turn is computed.
     Returns an exit code: 0, or 1 if a message was refused or failed."""
-    report.print("Talk with the model; /new starts over, an empty line or Ctrl-D ends.")
-    messages, number, code, typed = [], 0, 0, sys.stdin is not None and sys.stdin.isatty()
+    report.print("Talk with the model; /help says how, /quit or Ctrl-D ends.")
+    messages, number, code, typist = [], 0, 0, Typist()
     while True:
         try:
-            text = input("you> " if typed else "").strip()
+            text = typist.read("you> ").strip()
         except (EOFError, RuntimeError):             # the latter where there is no standard input at all
+            report.print(*["\n"] * typist.own_line, end="")
             return code
-        if not text and typed:
-            return code
-        if not text:                                 # a file may have empty lines, and nobody sees what is read from it
+        if not text:
             continue
-        if not typed:
+        if not typist.own_line:                      # nobody sees otherwise what was read
             report.print(f"you> {text}")
-        if text == "/new":
+        if text == "/quit":
+            return code
+        if text in ("/new", "/clear"):
             messages = []
-            continue
-        messages.append({"role": "user", "content": text})
-        reply = None
-        try:
+            report.print(*["(a new conversation)\n"] * typist.own_line, end="")
+        elif re.fullmatch("/[a-z]+", text):
+            report.print(HELP if text == "/help" else f"{text} is no command; /help lists them")
+        else:
+            messages.append({"role": "user", "content": text})
+            reply = answer_turn(llm, messages, defaults, report)
+            if reply is None or not reply.finished or reply.error:
+                messages.pop()                       # as if the question had not been asked
+                code = 1 if reply and reply.error else code
+                continue
+            _write_line(report.output, answer_record(number, text, reply))
+            messages.append({"role": "assistant", "content": reply.outputs[0].text})
+            number += 1
+
+
+def answer_turn(llm, messages, defaults, report):
+    """Show the answer as it comes. Returns the last RequestOutput, or None if Ctrl-C came before any."""
+    reply, wrap = None, WordWrap()
+    try:
+        with Patience(lambda: progress_of(llm.engine)) as patience:
             for _, reply in llm.stream([{"messages": messages}], defaults):
-                report.print(reply.outputs[0].delta, end="")
-            report.print(f"error: {reply.error}" if reply.error else "")
-            code = 1 if reply.error else code
-        except KeyboardInterrupt:                    # this answer only
-            report.print(" (interrupted)")
-        report.keep_steps(llm.engine)
-        if reply is None or not reply.finished or reply.error:
-            messages.pop()                           # as if the question had not been asked
-            continue
-        _write_line(report.output, answer_record(number, text, reply))
-        messages.append({"role": "assistant", "content": reply.outputs[0].text})
-        number += 1
+                if reply.outputs[0].delta or reply.finished:
+                    patience.stop()
+                report.piece(reply.outputs[0].delta, wrap)
+        report.print(f"error: {reply.error}" if reply.error else "")
+    except KeyboardInterrupt:                        # this answer only
+        report.print(" (interrupted)")
+    report.keep_steps(llm.engine)
+    return reply
 
 
 # -- 4. What is shown and kept ----------------------------------------------------------------------------------------
 
 class Report:
     """Shows and keeps what happens. In a terminal the answers being written grow in place, and those done stand above
-    them; elsewhere each is printed when it is done, as plain text. --output and --records are opened before anything is
-    computed, and written a line at a time, so that an interruption loses nothing."""
+    them, wrapped at words, control characters made visible; elsewhere each is printed when it is done, as it is.
+    --output and --records are opened before anything is computed, and written a line at a time, so that an interruption
+    loses nothing."""
 
     def __init__(self, args):
-        from rich.console import Console
-        self.console, self.live, self.growing, self.done = Console(soft_wrap=True), None, {}, []
+        self.terminal = sys.stdout is not None and sys.stdout.isatty()
+        if self.terminal:
+            from rich.console import Console
+            self.console = Console(highlight=False)
+        self.growing, self.done, self.last_sign = {}, [], time.monotonic()
         paths = [Path(p).resolve() for p in (args.prompts, args.output, args.records) if p]
         if len(set(paths)) < len(paths):
             raise ValueError("--prompts, --output and --records must be different files")
@@ -194,21 +236,34 @@ class Report:
             if file and Path(file.name).is_file():
                 file.truncate(0)
 
-    def __enter__(self):
-        if self.console.is_terminal:
-            from rich.live import Live
-            self.live = Live(console=self.console, refresh_per_second=12, transient=True)
-            self.live.start()
-        return self
-
-    def __exit__(self, *exc):
-        if self.live:
-            self.live.stop()
+    def showing(self, progress):
+        """A context in which answers grow, and who waits is told by `progress()` what is under way."""
+        if not self.terminal or self.console.is_dumb_terminal:
+            return Patience(progress)
+        from rich.live import Live
+        self.progress = progress
+        return Live(get_renderable=self._view, console=self.console, refresh_per_second=12, transient=True)
 
     def print(self, *parts, end="\n"):
-        """Text as it is, whatever a model or a user put in it; parts are strings or (string, style)."""
-        from rich.text import Text
-        self.console.print(Text.assemble(*parts), end=end)
+        """Parts are strings or (string, style)."""
+        if self.terminal:
+            from rich.text import Text
+            parts = [part if isinstance(part, tuple) else (part, "") for part in parts]
+            self.console.print(Text.assemble(*((visible(text), style) for text, style in parts)), end=end)
+        else:
+            self._write("".join(part if isinstance(part, str) else part[0] for part in parts) + end)
+
+    def piece(self, text, wrap):
+        """The next piece of an answer. wrap: its WordWrap."""
+        self._write(wrap.feed(visible(text), columns()) if self.terminal else text)
+
+    def _write(self, text):
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:                      # `| head -1` has enough; what is still to be flushed goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(1) from None
 
     def keep_steps(self, engine):
         for record in engine.records_since(self.num_steps):
@@ -220,18 +275,29 @@ class Report:
     def update(self, number, question, output):
         """An answer to job `number` has grown, or ended."""
         answer, key = output.outputs[0], (number, output.outputs[0].index)
-        title = question if len(question) <= 500 else f"{question[:500]} …"
-        self.growing[key] = (f"[{number + 1}] {title} ", "bold"), answer.text[-300:] + "\n"
+        title = f"[{number + 1}] " + (question if len(question) <= 500 else f"{question[:500]} …")
+        self.growing[key], self.last_sign = (title, answer.text), time.monotonic()
         if output.finished:
             del self.growing[key]
             self.done.append(output)
             _write_line(self.output, answer_record(number, question, output))
             end = output.error or f"{len(answer.token_ids)} tokens, {answer.finish_reason}"
-            self.print((f"[{number + 1}] {title}", "bold"), f"\n{answer.text}\n", (f"({end})\n", "dim"))
-        if self.live:                                # as many as a third of the screen has room for, at two lines each
-            from rich.text import Text
-            some = list(self.growing.values())[:max(self.console.height // 6, 1)]
-            self.live.update(Text.assemble(*(part for parts in some for part in parts)))
+            self.print((title, "bold"), f"\n{answer.text}\n", (f"({end})\n", "dim"))
+
+    def _view(self):
+        """What grows, in half of the screen: a line of the question, and the last lines of the answer."""
+        from rich.console import Group
+        from rich.text import Text
+        growing, height, lines = list(self.growing.values()), self.console.height, []
+        shown = growing[:max(height // 6, 1)]
+        for title, text in shown:
+            lines.append(Text(visible(title).replace("\n", " "), "bold", no_wrap=True, overflow="ellipsis"))
+            start = max(len(text) // 1000 - 1, 0) * 1000                 # not all of a long text, nor words that jump
+            wrapped = Text(visible(text[start:])).wrap(self.console, self.console.width)
+            lines += list(wrapped)[-max(height // (2 * len(shown)) - 1, 1):]
+        if time.monotonic() - self.last_sign > Patience.FIRST:
+            lines.append(Text(self.progress(), "dim", no_wrap=True, overflow="ellipsis"))
+        return Group(*lines)
 
 
 def _write_line(file, record):
@@ -251,13 +317,17 @@ def answer_record(index, question, output):
 
 
 def step_line(record):
-    """Example:  step 3  4.1 ms  budget 65/2048  running 2 waiting 0  free 120/128  A 12+1→88  B 0+64 (hit 2)"""
-    parts = [f"{r.request_id} {r.computed}+{r.scheduled}" + (f"→{r.sampled}" if r.sampled is not None else "")
-             + (f" (hit {r.hit_blocks})" if r.hit_blocks else "") for r in record.requests]
+    """A step in as many lines as it takes; in 80 columns, for example:
+
+    step 3  4.1 ms  budget 65/2048  running 2  waiting 0  free 120/128  A 12+1→88
+        B 0+64 (hit 2)"""
+    parts = [f"step {record.step}", f"{record.duration * 1000:.1f} ms", f"budget {record.used}/{record.budget}",
+             f"running {record.running}", f"waiting {record.waiting}",
+             f"free {record.free_blocks}/{record.total_blocks}"]
+    parts += [f"{r.request_id} {r.computed}+{r.scheduled}" + (f"→{r.sampled}" if r.sampled is not None else "")
+              + (f" (hit {r.hit_blocks})" if r.hit_blocks else "") for r in record.requests]
     parts += [f"preempted {i}" for i in record.preempted] + [f"finished {i}" for i in record.finished]
-    return (f"step {record.step}  {record.duration * 1000:.1f} ms  budget {record.used}/{record.budget}  "
-            f"running {record.running} waiting {record.waiting}  free {record.free_blocks}/{record.total_blocks}  "
-            + "  ".join(parts))
+    return folded(parts, columns())
 
 
 # -- 5. --shards: what each rank holds --------------------------------------------------------------------------------
@@ -308,50 +378,70 @@ def shard_report(config, size, dtype=None):
 
 
 def format_shard_report(config, size, dtype=None):
-    """The report as text for a terminal."""
-    report, shape = shard_report(config, size, dtype), lambda dims: " x ".join(f"{n:,}" for n in dims)
-    row = "  {:34}{:>6}  {:7}{:>18}{:>18}{:>16}".format
+    """The report as text, 80 columns wide."""
+    report, shape = shard_report(config, size, dtype), lambda dims: "x".join(map(str, dims))
+    row = "{:30}{:6}{:>14}{:>14}{:>16}".format
     lines = [f"tensor parallel size {size}: {report['weight_bytes']:,} bytes of weights a rank",
-             row("weight", "layers", "cut by", "whole", "on a rank", "bytes a rank")]
+             row("weight x layers", "cut by", "whole", "on a rank", "bytes a rank")]
     for w in report["weights"]:
-        lines.append(row(w["kind"], w["count"], w["cut"], shape(w["full"]), shape(w["rank"]), f"{w['bytes']:,}"))
+        name = w["kind"].removesuffix(".weight") + (f" x{w['count']}" if w["count"] > 1 else "")
+        lines.append(row(name, w["cut"], shape(w["full"]), shape(w["rank"]), f"{w['bytes']:,}"))
     held = f", each on {report['kv_replicas']} ranks" if report["kv_replicas"] > 1 else ""
-    lines.append(f"  KV heads a rank: {report['kv_heads']}{held}; {report['kv_bytes_per_token']:,} bytes of KV a token")
+    lines.append(f"KV heads a rank: {report['kv_heads']}{held}; {report['kv_bytes_per_token']:,} bytes of KV a token")
     for c in report["collectives"]:
-        lines.append(f"  {c['name']}: {c['count']} a step, {c['bytes']:,} bytes a token")
+        lines.append(f"{c['name']}: {c['count']} a step, {c['bytes']:,} bytes a token")
     return "\n".join(lines)
 
 
 # -- 6. All together --------------------------------------------------------------------------------------------------
 
 def main(argv=None):
-    if hasattr(sys.stdout, "reconfigure"):           # an encoding without a character gets a "?", not an exception
-        sys.stdout.reconfigure(errors="replace")
+    for stream in (sys.stdout, sys.stderr):          # an encoding without a character gets a "?", not an exception
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace", newline="\n")
     parser = make_parser()
     args = parser.parse_args(argv)
     if (args.chat or args.shards) and (args.prompt or args.prompts is not None):
         parser.error("--chat and --shards take no --prompt or --prompts")
     try:
         if args.shards:
-            from checkpoint import LlamaConfig, find_checkpoint
-            known = args.model in PUBLISHED          # Llama-3-70B and the like: from published sizes, nothing is loaded
-            config = published_config(args.model) if known else LlamaConfig.from_folder(find_checkpoint(args.model))
-            print(format_shard_report(config, args.tensor_parallel_size))
-            return 0
+            return print_shards(args)
         # What is wrong with the options, the prompts' file or a path is said before a model is loaded.
         defaults = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})
-        jobs, report = read_jobs(args), Report(args)
-        if args.compile and args.tensor_parallel_size == 1:
-            print("compiling the decode step (30 layers: half a minute, and seconds at the next start)", file=sys.stderr)
-        from nano_serve import LLM               # here and not at the top: it brings torch, and --help needs none
-        with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)}) as llm:
+        jobs, report, engine_args = read_jobs(args), Report(args), EngineArgs.from_cli_args(args)
+        with start(engine_args) as llm:
             report.empty_files()
             return chat_loop(llm, defaults, report) if args.chat else answer_all(llm, jobs, args, defaults, report)
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError, MemoryError, RuntimeError) as error:     # the last: a dead rank's, and torch's
-        print(f"error: {error or type(error).__name__}", file=sys.stderr)
+        text = f"error: {error or type(error).__name__}"
+        print(visible(text) if sys.stderr.isatty() else text, file=sys.stderr)
         return 2
+
+
+def print_shards(args):
+    with Patience("importing PyTorch"):
+        from checkpoint import LlamaConfig, find_checkpoint
+    known = args.model in PUBLISHED                  # Llama-3-70B and the like: from published sizes, nothing is loaded
+    config = published_config(args.model) if known else LlamaConfig.from_folder(find_checkpoint(args.model))
+    print(format_shard_report(config, args.tensor_parallel_size))
+    return 0
+
+
+def start(engine_args):
+    """An LLM, with a word about what takes long: it is imported here and not at the top, for it brings torch."""
+    with Patience("importing PyTorch"):
+        from checkpoint import find_checkpoint
+        from nano_serve import LLM
+    folder = find_checkpoint(engine_args.model)      # a hub id: the hub's own bars say how far the download is
+    size, tp = sum(f.stat().st_size for f in Path(folder).glob("*.safetensors")), engine_args.tensor_parallel_size
+    text = f"loading {Path(engine_args.model).name}, {size / 1e9:.1f} GB"
+    if tp > 1:
+        text += f", on {tp} ranks" + ("" if sys.platform == "linux" else "; each starts a Python and imports PyTorch")
+    options = {f.name: getattr(engine_args, f.name) for f in dataclasses.fields(EngineArgs)}
+    with Patience(text):
+        return LLM(**{**options, "model": str(folder)})
 
 
 if __name__ == "__main__":
