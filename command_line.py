@@ -221,7 +221,7 @@ class Report:
         if self.terminal:
             from rich.console import Console
             self.console = Console(highlight=False)
-        self.growing, self.done, self.last_sign = {}, [], time.monotonic()
+        self.growing, self.done = {}, []
         paths = [Path(p).resolve() for p in (args.prompts, args.output, args.records) if p]
         if len(set(paths)) < len(paths):
             raise ValueError("--prompts, --output and --records must be different files")
@@ -241,7 +241,7 @@ class Report:
         if not self.terminal or self.console.is_dumb_terminal:
             return Patience(progress)
         from rich.live import Live
-        self.progress = progress
+        self.progress, self.last_sign = progress, time.monotonic()
         return Live(get_renderable=self._view, console=self.console, refresh_per_second=12, transient=True)
 
     def print(self, *parts, end="\n"):

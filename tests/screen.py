@@ -66,6 +66,8 @@ class Screen:
                 self.y -= 1
         elif c == "\b":
             self.x = max(min(self.x, self.columns - 1) - 1, 0)
+        elif c == "\t":                                      # typed: the system's own echo
+            self.x = min(self.x // 8 * 8 + 8, self.columns - 1)
         elif c == "\x07":
             pass                                             # readline rings at an empty history
         else:

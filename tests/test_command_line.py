@@ -277,8 +277,8 @@ def test_in_a_terminal_answers_grow_in_place(alphabet):
 
 def check_live_view(shown):
     assert "\x1b[?25l" in shown and shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is hidden meanwhile, and comes back"
-    text = plain(shown).replace("\n", "")
-    assert text.count("bcdefghijklmnopqrstu(20 tokens, length)") == 5 and "5 of 5 answers" in text and "Traceback" not in text
+    text = re.sub(r"\s", "", plain(shown))                   # in three columns a blank is where a line ends
+    assert text.count("bcdefghijklmnopqrstu(20tokens,length)") == 5 and "5of5answers" in text and "Traceback" not in text
 
 
 def test_a_conversation_in_a_terminal_with_ctrl_c():
@@ -337,7 +337,7 @@ def test_on_a_terminal_control_characters_are_shown_and_not_executed(nasty, tmp_
     """The model's, the prompt's, those of a refusal, a path and an option: Screen fails at each that comes through raw."""
     evil = "\x1b]0;owned\x07\u202e\u009b"
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": evil + "a"}) + "\n" + json.dumps({"prompt": "a", evil: 1}) + "\n")
-    runs = [(["--prompts", tmp_path / "p.jsonl", *cheap(nasty), "--steps"], [SHOWN, r"[1] \x1b]0;owned\x07\u202e\x9ba", r"no \\x1b]0;owned"]),
+    runs = [(["--prompts", tmp_path / "p.jsonl", *cheap(nasty), "--steps"], [SHOWN, r"[1] \x1b]0;owned\x07\u202e\x9ba", r"unknown field '\x1b]0;owned"]),
             (["--model", "./none" + evil], [r"./none\x1b]0;owned\x07\u202e\x9b"]), (["--x" + evil], [r"--x\x1b]0;owned\x07\u202e\x9b"])]
     for args, wanted in runs:
         t = terminal(*args, columns=100, rows=30)
@@ -347,7 +347,7 @@ def test_on_a_terminal_control_characters_are_shown_and_not_executed(nasty, tmp_
         finally:
             t.close()
         for text in wanted:
-            assert text in shown or text.replace("no \\\\x1b", "unknown field '\\\\x1b") in shown, (text, shown)
+            assert text in shown, (text, shown)
     t = terminal("--chat", *cheap(nasty))
     try:
         t.read("you> ")
@@ -438,7 +438,7 @@ def test_a_chats_answer_wraps_at_words(columns):
 def test_eighty_columns_are_enough(capsys, name, size):
     assert main(["--shards", "--model", name, "-tp", str(size)]) == 0
     out = capsys.readouterr().out
-    assert len(out.splitlines()) == 15 and max(map(len, out.splitlines())) <= 80
+    assert len(out.splitlines()) == 16 and max(map(len, out.splitlines())) <= 80
     assert all(len(line.split()) in (5, 6) for line in out.splitlines()[2:11]), "columns don't touch"
 
 
@@ -505,11 +505,10 @@ def test_commands_of_a_chat(parrot, tmp_path):
     """An empty line ends nothing; what looks like a command and isn't one is not sent to the model."""
     t = terminal("--chat", *cheap(parrot), "--output", tmp_path / "o.jsonl", columns=80, rows=24)
     try:
-        for line, answer in (("", "you> "), ("y", "z\r\n"), ("/help", "/clear"), ("/clear", "new conversation"), ("y", "z\r\n"), ("/hlep", "no command"), ("/new", "")):
-            t.read("you> ")
-            t.write(line + "\n")
-            t.read(answer)
         t.read("you> ")
+        for line, answer in (("", ""), ("y", "z\r\n"), ("/help", "/clear"), ("/clear", "new conversation"), ("y", "z\r\n"), ("/hlep", "no command"), ("/new", "")):
+            t.write(line + "\n")
+            t.read(answer + "[^>]*you> ")
         t.write("\x04")
         t.read()
         assert t.process.wait(timeout=20) == 0
