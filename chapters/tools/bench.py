@@ -23,7 +23,6 @@ import json
 import math
 import pathlib
 import random
-import resource
 import sys
 import time
 from collections import Counter, deque
@@ -185,8 +184,13 @@ def warm_up(engine, request: SampleRequest, count: int) -> None:
     engine.records.clear()
 
 
-def peak_rss_bytes() -> int:
-    """The most memory this process has held at once, plus the most that one of its ended children has (bytes)."""
+def peak_rss_bytes() -> int | None:
+    """The most memory this process has held at once, plus the most that one of its ended children has (bytes); None on
+    Windows, which doesn't keep it."""
+    try:
+        import resource
+    except ImportError:
+        return None
     unit = 1 if sys.platform == "darwin" else 1024
     processes = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return unit * sum(resource.getrusage(who).ru_maxrss for who in processes)
@@ -318,7 +322,8 @@ def main(argv=None) -> int:
         print(f"{count} failed: {error}")
     print(table(result, args.max_concurrency, args.request_rate, metrics + ["client_queue_time"]))
     if not args.simulate:
-        print(f"Peak memory of this process and its workers: {result['peak_rss_bytes'] / 2 ** 20:.0f} MiB")
+        if result["peak_rss_bytes"]:
+            print(f"Peak memory of this process and its workers: {result['peak_rss_bytes'] / 2 ** 20:.0f} MiB")
     try:
         if args.records:
             with naming("--records", args.records):
