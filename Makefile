@@ -1,16 +1,22 @@
-# Two commands do all the set-up on a fresh machine, each alone: `make run` and `make test`.
+# Two commands do all the set-up on a fresh machine, each alone: `make run` and `make test`. Without make: the README.
 PYTHON ?= python3
 CH     ?= 1
-VENV   := .venv
+VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: run test slow gpu chapters grade lab pictures clean
+.PHONY: run test short slow gpu chapters grade lab pictures clean
 
 run: $(VENV)/.run                  ## a few answers from the embedded model, several at once, offline
 	$(BIN)/python nano_serve.py
 
 test: $(VENV)/.test                ## the whole suite but the slow proofs
 	$(BIN)/python -m pytest
+
+# For another Python: make short PYTHON=python3.13 VENV=.venv-3.13
+short: $(VENV)/.test               ## every file compiled, the front doors tested, in a minute or two
+	$(BIN)/python -m compileall -q -f *.py extras chapters tests models
+	$(BIN)/python -m pytest tests/test_command_line.py tests/test_machines.py tests/test_text.py tests/test_kv_cache.py \
+		tests/test_nano_serve.py tests/test_async_engine.py
 
 slow: $(VENV)/.test                ## the longer proofs
 	$(BIN)/python -m pytest -m "slow and not gpu"
@@ -44,4 +50,4 @@ $(VENV)/.test: requirements.txt requirements-test.txt
 	touch $(VENV)/.run $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis
+	rm -rf .venv .venv-* .pytest_cache .hypothesis
