@@ -34,7 +34,8 @@ def sample(logits, requests):
     token_ids = [i if ok else None for i, ok in zip(ids.tolist(), best.isfinite().tolist())]
     rows = [i for i, r in enumerate(requests)
             if r.sampling_params.temperature >= GREEDY_BELOW and token_ids[i] is not None]
-    piece = 1 if logits.device.type == "cpu" else 64     # a core's cache holds one row's numbers; a GPU wants many rows
+    # A core's cache holds about a MB, one row of a large vocabulary in fp64; a GPU wants many rows at once.
+    piece = 64 if logits.is_cuda else max(1, 2 ** 17 // logits.shape[1])
     for start in range(0, len(rows), piece):
         part = rows[start:start + piece]
         at = slice(start, start + piece) if len(rows) == len(requests) else part     # a slice costs no copy

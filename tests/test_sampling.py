@@ -350,7 +350,8 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits(params, options):
 def test_top_logprobs_by_hand():
     rows = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(4), math.log(2), math.log(1), -INF]])
     even, skewed = top_logprobs(rows, [2, 3], 2)
-    assert even[0] == (2, pytest.approx(math.log(1 / 4)), 1)
+    assert even[0] == (2, pytest.approx(math.log(1 / 4)), 4), "of four equals, and not among the two that are reported: the last"
+    assert [(i, k) for i, _, k in even[1:]] == [(0, 1), (1, 2)], "of equals the lower id first"
     assert [i for i, _, _ in skewed] == [3, 0, 1] and skewed[0][1:] == (-INF, 4)
     assert skewed[1] == (0, pytest.approx(math.log(4 / 7)), 1) and skewed[2] == (1, pytest.approx(math.log(2 / 7)), 2)
     assert top_logprobs(rows, [0, 0], 0) == [[even[0][:0] + (0, pytest.approx(math.log(1 / 4)), 1)], [(0, pytest.approx(math.log(4 / 7)), 1)]]
