@@ -35,13 +35,12 @@ from kv_cache import KVCache, KVCacheManager
 from model import ForwardBatch
 from processor import CHAT_OPTIONS, InputProcessor, OutputProcessor
 from request import RequestOutput, RequestRefused, SamplingParams
-from sampling import sample, top_logprobs
+from sampling import prompt_logprobs, sample, top_logprobs, why_no_token
 from scheduler import Scheduler, SchedulerConfig, check_invariants
 from text import TextCodec
 from worker import WorkerError, interrupts_wait, make_executor
 
 
-NOT_FINITE = "the model's logits are not finite (NaN or inf); try --dtype float32 or bfloat16"
 
 
 # -- 1. The engine ----------------------------------------------------------------------------------------------------
@@ -182,15 +181,16 @@ class LLMEngine:
         # schedule() has counted this step's tokens as computed already. Whoever has now computed all that is known gets
         # a new token; a chunk that stops short of the end predicts a known one, so nobody looks at its logits.
         ends = [r for r in output.scheduled_requests if r.num_computed_tokens == r.num_tokens]
-        sampled, logprobs = {}, {}
+        sampled, logprobs, errors = {}, {}, {}
         if output.scheduled_requests:       # an empty plan is possible: by priority, the only runner may preempt itself
             # 2) The plan as tensors  → build_batch, below.   3) The forward pass  → worker.py, model.py
             batch = build_batch(output, self.scheduler.kv_cache_manager, self.device)
-            logits = self.executor.execute(batch)                                        # [S', V]
+            logits = self._take_prompt_logprobs(output, self.executor.execute(batch))    # [S', V]
             # 4) One token for each row that has one to come  → sampling.py
             tokens = zip(ends, sample(logits, ends))
             sampled = {request.request_id: token_id for request, token_id in tokens if token_id is not None}
             logprobs = self._logprobs(logits, ends, sampled)
+            errors = {r.request_id: why_no_token(row, r) for r, row in zip(ends, logits) if r.request_id not in sampled}
         # 5) Append, stop?, free  → scheduler.py.   6) The token as text, and what the caller sees  → processor.py
         now = self.clock()
         failed = [request for request in ends if request.request_id not in sampled]
@@ -199,8 +199,7 @@ class LLMEngine:
         self.scheduler.update_from_output(output, sampled)
         for request in ends:
             i = request.request_id
-            error = None if i in sampled else NOT_FINITE
-            self._results.append(self.outputs.process(i, sampled.get(i), logprobs.get(i), error, now))
+            self._results.append(self.outputs.process(i, sampled.get(i), logprobs.get(i), errors.get(i), now))
         finished = [r.request_id for r in ends if r.finish_reason is not None]      # by a token, or by a stop string
         self.records.append(self.scheduler.make_record(self.num_steps, output, sampled, start, self.clock() - start,
                                                        finished))
@@ -217,6 +216,23 @@ class LLMEngine:
         self._results += self.outputs.end_all("error", reason, self.clock())
         self.scheduler.kv_cache_manager.reset_prefix_cache()
 
+    def _take_prompt_logprobs(self, output, logits):
+        """logits [rows of prompts and ends, V]  →  those of the ends [S', V]. The others are reported and done with.
+        vLLM: v1/worker/gpu_model_runner.py:5620 GPUModelRunner._get_prompt_logprobs_dict"""
+        if all(r.prompt_logprobs is None for r in output.scheduled_requests):
+            return logits
+        ends, row = [], 0
+        for r in output.scheduled_requests:
+            if at := r.prompt_positions(output.num_scheduled_tokens[r.request_id]):
+                token_ids = r.prompt_token_ids[at.start + 1:at.stop + 1]
+                self.outputs.report_prompt(r, prompt_logprobs(logits[row:row + len(at)], token_ids,
+                                                              r.sampling_params.prompt_logprobs))
+                row += len(at)
+            if r.num_computed_tokens == r.num_tokens:
+                ends.append(row)
+                row += 1
+        return logits[ends]
+
     def _logprobs(self, logits, ends, sampled):
         """{request id: [(token id, logprob, rank)]} for those who asked; the others cost nothing."""
         rows = [i for i, r in enumerate(ends) if r.sampling_params.logprobs is not None and r.request_id in sampled]
@@ -224,6 +240,7 @@ class LLMEngine:
             return {}
         ids = [ends[i].request_id for i in rows]
         wanted = [ends[i].sampling_params.logprobs for i in rows]
+        wanted = [self.config.vocab_size if n == -1 else n for n in wanted]
         tops = top_logprobs(logits[rows], [sampled[i] for i in ids], max(wanted))
         return {i: top[:n + 1] for i, n, top in zip(ids, wanted, tops)}
 
@@ -276,6 +293,7 @@ def build_batch(output, kv_cache_manager, device):
         lens.append(n)
         seq_lens.append(end)
         tables.append(kv_cache_manager.get_block_ids(request.request_id))
+        logits_indices += [len(token_ids) - end + p for p in request.prompt_positions(n)]
         if end == request.num_tokens:
             logits_indices.append(len(token_ids) - 1)
     width = max(map(len, tables))

@@ -10,7 +10,8 @@ import dataclasses
 import random
 from dataclasses import dataclass
 
-from request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestRefused, SamplingParams
+from request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestRefused, SamplingParams, \
+    bad_words_token_ids
 from text import Detokenizer
 
 CHAT_OPTIONS = "chat_template", "add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs"
@@ -41,13 +42,14 @@ class InputProcessor:
         params = dataclasses.replace(params or SamplingParams())
         text, token_ids, cache_salt = self.tokenize(prompt)
         self._check_ids("prompt token id", token_ids)
-        self._check_params(params)
+        banned = bad_words_token_ids(params.bad_words, lambda word: self.codec.encode(word, add_special_tokens=False))
+        self._check_params(params, banned)
         for name, value in (("priority", priority), ("arrival_time", arrival_time)):
             if not isinstance(value, (int, float)) or value != value:
                 raise RequestRefused(f"{name} must be a number, got {value!r:.40}")
         ids = [request_id] if params.n == 1 else [f"{j}_{request_id}" for j in range(params.n)]
         return [LiveRequest(Request(child, token_ids, self._params_of(params, j), arrival_time, priority,
-                                    self.config.eos_token_ids, cache_salt),
+                                    self.config.eos_token_ids, cache_salt, banned),
                             text, Detokenizer(self.codec, params), None if params.logprobs is None else [], request_id, j)
                 for j, child in enumerate(ids)]
 
@@ -90,13 +92,13 @@ class InputProcessor:
             if type(i) is not int or not 0 <= i < self.config.vocab_size:
                 raise RequestRefused(f"{what} {i!r:.40} is not in the vocabulary, 0 to {self.config.vocab_size - 1}")
 
-    def _check_params(self, params):
+    def _check_params(self, params, banned):
         """What SamplingParams can't know: the vocabulary, and this engine's limits."""
-        self._check_ids("stop_token_ids: id", params.stop_token_ids)
+        params.check_model(self.config.vocab_size, self.config.eos_token_ids, banned)
         for name, value, limit, why in (
-                ("logprobs", params.logprobs or 0, self.config.vocab_size, "the vocabulary"),
                 ("n", params.n, self.args.max_n, "--max-n"),
-                ("the number of stop strings", len(params.stop), self.args.max_stop_strings, "--max-stop-strings")):
+                ("the number of stop strings", len(params.stop), self.args.max_stop_strings, "--max-stop-strings"),
+                ("the number of bad words", len(params.bad_words), self.args.max_stop_strings, "--max-stop-strings")):
             if value > limit:
                 raise RequestRefused(f"{name} = {value} is more than {limit} ({why})")
 
@@ -133,13 +135,23 @@ class OutputProcessor:
             request.token_times.append(now)
             by_token = request.finish_reason == "stop"       # ended by EOS or a stop id: that token's text is not shown
             show = not by_token or request.sampling_params.include_stop_str_in_output
-            stop = live.detokenizer.append(token_id, request.finish_reason is not None, show_token=show)
+            stop = None
+            if request.sampling_params.detokenize:
+                stop = live.detokenizer.append(token_id, request.finish_reason is not None, show_token=show)
             if stop is not None:                             # on the last allowed token, too: then "stop", not "length"
                 self.finish_request(request_id, "stop", stop)                            # no effect if it has ended
                 request.finish_reason, request.stop_reason = "stop", stop
             if logprobs is not None:
-                live.logprobs.append({i: Logprob(v, rank, self.codec.decode([i], False)) for i, v, rank in logprobs})
+                live.logprobs.append(self._by_id(request, logprobs))
         return self.output_of(live, now, error, shown)
+
+    def report_prompt(self, request, logprobs):
+        """The log-probabilities of some more of a prompt's tokens: for each [(id, logprob, rank)], itself first."""
+        request.prompt_logprobs += [self._by_id(request, entry) for entry in logprobs]
+
+    def _by_id(self, request, logprobs):
+        text = lambda i: self.codec.decode([i], False) if request.sampling_params.detokenize else None
+        return {i: Logprob(v, rank, text(i)) for i, v, rank in logprobs}
 
     def output_of(self, live, now, error=None, shown=None):
         """A request's state as a RequestOutput; if it has ended, it is forgotten here. shown: how much of its text the
@@ -156,7 +168,7 @@ class OutputProcessor:
             if finished := not self.children[live.parent]:   # of n answers the last to end ends the request
                 del self.children[live.parent]
         return RequestOutput(live.parent, live.prompt, request.prompt_token_ids, [answer], finished,
-                             RequestMetrics(request), error)
+                             RequestMetrics(request), error, request.prompt_logprobs)
 
     def end_all(self, finish_reason, error, now):
         """End everybody who lives  →  their outputs, with what they have and why they get no more."""

@@ -81,6 +81,16 @@ class Request:
         vLLM: v1/request.py:291 Request.get_skip_reading_prefix_cache"""
         return self.prompt_logprobs is not None or bool(self.sampling_params.skip_reading_prefix_cache)
 
+    def prompt_positions(self, num_scheduled_tokens: int) -> range:
+        """Of the tokens that a step has just computed, those whose logits predict a prompt token that is to be reported
+        and isn't yet: a preempted request computes its prompt again. Example, 5 prompt tokens in chunks of 3: the
+        logits of 0 1 2 predict tokens 1 2 3, that of 3 token 4; 4 predicts the first of the output."""
+        if self.prompt_logprobs is None:
+            return range(0)
+        end = self.num_computed_tokens
+        start = max(end - num_scheduled_tokens, len(self.prompt_logprobs) - 1)
+        return range(start, min(end, self.num_prompt_tokens - 1))
+
     def append_output_token_id(self, token_id: int) -> None:
         """vLLM: v1/request.py:249 Request.append_output_token_ids"""
         self.output_token_ids.append(token_id)
@@ -209,16 +219,6 @@ class SamplingParams:
         if self.min_tokens and not possible - set(self.stop_token_ids) - set(() if self.ignore_eos else eos_token_ids):
             raise RequestRefused(f"min_tokens = {self.min_tokens} holds back every stop token and end of sequence, and "
                                  "stop_token_ids, allowed_token_ids and bad_words leave no other token that could come")
-
-    def check_limits(self, max_n_sequences, max_num_stop_strings):
-        """What a server bounds because each costs every step: answers to one prompt, strings to be looked for. Raises
-        RequestRefused. vLLM: envs.py VLLM_MAX_N_SEQUENCES bounds n alone"""
-        for what, number, limit, option in (
-                ("answers (n)", self.n, max_n_sequences, "--max-n-sequences"),
-                ("stop strings", len(self.stop), max_num_stop_strings, "--max-num-stop-strings"),
-                ("bad words", len(self.bad_words), max_num_stop_strings, "--max-num-stop-strings")):
-            if number > limit:
-                raise RequestRefused(f"{number} {what} are more than the {limit} that {option} allows a request")
 
 
 def _checked(name, kind, value, low, high):
