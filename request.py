@@ -354,3 +354,20 @@ class RequestOutput:
         """The result of a request that ended without a step: refused, or aborted from elsewhere."""
         answer = CompletionOutput(index, "", [], finish_reason=finish_reason)
         return cls(request_id, prompt if isinstance(prompt, str) else None, [], [answer], True, error=error)
+
+
+if __name__ == "__main__":       # the examples of Request, SamplingParams and RequestMetrics
+    demo = Request("r", range(10), SamplingParams(stop="\n", logit_bias={"7": 500}, prompt_logprobs=0))
+    for done, token_id in ((10, "a"), (11, "b")):
+        demo.num_computed_tokens = done
+        demo.append_output_token_id(token_id)
+    print(demo, "known:", *demo.all_token_ids)
+    print("stop", demo.sampling_params.stop, "  logit_bias", demo.sampling_params.logit_bias)
+    demo.token_times, demo.finish_time = [0.20, 0.25, 0.35], 0.35
+    times = RequestMetrics(demo)
+    print(f"ttft {times.ttft}, itls {[round(t, 3) for t in times.itls]}, tpot {times.tpot:.3f}, e2e {times.e2e}")
+    for wrong in ({"top_p": 1.5}, {"logprobs": True, "n": 0}, {"min_tokens": 17}):
+        try:
+            SamplingParams(**wrong)
+        except ValueError as error:
+            print("refused:", error)

@@ -213,3 +213,13 @@ def prompt_logprobs(logits, token_ids, n, piece=128):
     128,256: hence in pieces. vLLM: v1/worker/gpu_model_runner.py:5620 GPUModelRunner._get_prompt_logprobs_dict"""
     return [entry for start in range(0, len(token_ids), piece)
             for entry in top_logprobs(logits[start:start + piece], token_ids[start:start + piece], n)]
+
+
+if __name__ == "__main__":       # draw's example: four tokens of weights 8 4 4 2, and what a cut leaves of them
+    from request import Request, SamplingParams
+    demo = torch.tensor([[8.0, 4.0, 4.0, 2.0]]).log()                                # [1, 4]
+    for cut in ({}, {"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.4}, {"logit_bias": {0: -100}}):
+        drawn = [sample(demo, [Request("r", [], SamplingParams(seed=i, **cut))])[0] for i in range(180)]
+        bars = [f"{i}: {drawn.count(i):3} {'█' * (drawn.count(i) // 10):14}" for i in range(4)]
+        print(f"{str(cut or '180 draws, uncut'):28}", *bars)
+    print("reported beside token 2:", *top_logprobs(demo, [2], 2)[0])
