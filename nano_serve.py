@@ -240,7 +240,6 @@ class LLMEngine:
             return {}
         ids = [ends[i].request_id for i in rows]
         wanted = [ends[i].sampling_params.logprobs for i in rows]
-        wanted = [self.config.vocab_size if n == -1 else n for n in wanted]
         tops = top_logprobs(logits[rows], [sampled[i] for i in ids], max(wanted))
         return {i: top[:n + 1] for i, n, top in zip(ids, wanted, tops)}
 

@@ -119,7 +119,7 @@ FIELDS = {
     "presence_penalty": (float, -2, 2, False), "frequency_penalty": (float, -2, 2, False),
     "max_tokens": (int, 1, NO_END, True), "min_tokens": (int, 0, NO_END, False),
     "stop": ([str], "", None, False), "stop_token_ids": ([int], 0, NO_END, False), "ignore_eos": (bool, 0, 1, False),
-    "logprobs": (int, -1, NO_END, True), "prompt_logprobs": (int, -1, NO_END, True),
+    "logprobs": (int, 0, NO_END, True), "prompt_logprobs": (int, -1, NO_END, True),
     "logit_bias": (dict, -100, 100, True), "bad_words": ([str], " ", None, False),
     "allowed_token_ids": ([int], 0, NO_END, True),
     "detokenize": (bool, 0, 1, False), "include_stop_str_in_output": (bool, 0, 1, False),
@@ -134,8 +134,8 @@ class SamplingParams:
     temperature 0 is greedy; top_k 0 (or -1) and top_p 1.0 keep every token. `stop` is one string or several;
     `stop_token_ids` end the request: the id is kept, its text is not shown; `ignore_eos` lets it run past the model's
     own end; max_tokens None means until --max-model-len. logprobs and prompt_logprobs: how many of the likeliest to
-    report beside each token, -1 all. logit_bias {id: number} is added to the logits, each cut to -100 … 100;
-    `bad_words` never come, nor what isn't in `allowed_token_ids`; detokenize False leaves the text empty.
+    report beside each token (of the prompt's -1: all). logit_bias {id: number} is added to the logits, each cut to
+    -100 … 100; `bad_words` never come, nor what isn't in `allowed_token_ids`; detokenize False leaves the text empty.
 
     Raises ValueError naming the field, its value and its limits, TypeError for a field that isn't here; numbers of
     NumPy become Python's. Only the model isn't known here: see `check_model`.
@@ -177,9 +177,8 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids", "bad_words"):
             if getattr(self, name) is None:
                 setattr(self, name, [])
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is True:                # as vLLM reads it
-                setattr(self, name, 1)
+        if self.prompt_logprobs is True:         # as vLLM reads it
+            self.prompt_logprobs = 1
         for name, (kind, low, high, optional) in FIELDS.items():
             value = getattr(self, name)
             if value is not None or not optional:

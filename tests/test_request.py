@@ -29,7 +29,7 @@ def test_a_field_takes_its_type_and_its_range_and_nothing_else(name):
         got = getattr(SamplingParams(**{name: value}), name)
         assert type(got) is kind and got == value, "NumPy's numbers become Python's"
     bad = list(BAD[kind]) + ([] if optional else [None])
-    if name in ("logprobs", "prompt_logprobs"):
+    if name == "prompt_logprobs":
         bad.remove(True)                         # vLLM reads it as 1
     if kind is not bool:
         bad += [low - 1] if low > -INF and low - 1 < low else []
@@ -62,8 +62,8 @@ def test_a_field_that_is_not_there_is_named_among_those_that_are():
 
 def test_lists_and_biases_are_made_pythons_and_the_callers_stay_the_callers():
     stops, bias = [np.int64(3)], {"7": 500, np.int64(3): -INF, 4: np.float32(0.5), 5: -100.5}
-    p = SamplingParams(stop="x", stop_token_ids=stops, logit_bias=bias, allowed_token_ids=(3, 4), logprobs=True)
-    assert p.stop == ["x"] and p.logit_bias == {7: 100.0, 3: -100.0, 4: 0.5, 5: -100.0} and p.allowed_token_ids == [3, 4] and p.logprobs == 1
+    p = SamplingParams(stop="x", stop_token_ids=stops, logit_bias=bias, allowed_token_ids=(3, 4), prompt_logprobs=True)
+    assert p.stop == ["x"] and p.logit_bias == {7: 100.0, 3: -100.0, 4: 0.5, 5: -100.0} and p.allowed_token_ids == [3, 4] and p.prompt_logprobs == 1
     assert all(type(i) is int and type(v) is float for i, v in p.logit_bias.items()) and type(p.stop_token_ids[0]) is int
     copy = p.clone()
     copy.stop_token_ids.append(9)
@@ -99,7 +99,7 @@ def test_what_leaves_one_token_is_possible():
     SamplingParams(stop_token_ids=[0, 1, 2], min_tokens=1, logprobs=4, logit_bias={3: 1.0}).check_model(4)
     SamplingParams(allowed_token_ids=[1], min_tokens=1, ignore_eos=True).check_model(4, [1])
     SamplingParams(allowed_token_ids=[1]).check_model(4, [], [[0, 1], [2]])
-    SamplingParams(logprobs=-1, prompt_logprobs=-1).check_model(4)
+    SamplingParams(logprobs=4, prompt_logprobs=-1).check_model(4)
 
 
 def test_which_positions_of_a_prompt_are_reported():
@@ -156,7 +156,7 @@ def test_bans_biases_and_no_text_through_the_engine():
         assert ids(allowed_token_ids=[70, 71]) == [70, 71] and ids(logit_bias={70: 4.5}) == [70, 71] and ids(logit_bias={70: 3.5}) == [66, 67]
         quiet = ask(detokenize=False, logprobs=1).outputs[0]
         assert quiet.text == "" and quiet.token_ids == [66, 67] and quiet.logprobs[0][66].decoded_token is None
-        assert ask(logprobs=-1).outputs[0].logprobs[0].keys() == set(range(259))
+        assert ask(logprobs=259).outputs[0].logprobs[0].keys() == set(range(259))
         with pytest.warns(UserWarning):
             assert "bad_words leave no token" in ask(allowed_token_ids=[66], bad_words=["B"]).error
         with pytest.warns(UserWarning):
