@@ -130,7 +130,7 @@ def draw(logits, best, requests):
     weights = logits.double().sub_(best[:, None]).mul_(halvings).add_(bits).exp2_()  # [n, V] fp64, best: 2^bits
     if any(min_p := column("min_p")):
         weights.masked_fill_(weights < fp64(min_p) * 2.0 ** bits, 0)
-    weights = weights.long()                                                         # [n, V]
+    weights = weights.view(torch.int64).copy_(weights)                               # [n, V] rounded down, in place
     for row, k, weight in zip(logits, column("top_k"), weights):
         if 0 < k < len(row):                     # all that equal the k-th stay
             weight.masked_fill_(row < row.topk(k).values[-1], 0)
@@ -154,8 +154,11 @@ class Walk:
         # The farther below the best the higher the bucket, never the other way round: rounding keeps the order.
         width = (best - logits.amin(-1, keepdim=True)).double().minimum(faint).clamp(1e-30)  # [n, 1]
         bucket = (best - logits).mul_((buckets / width).float())                     # [n, V] fp32
-        self.bucket = bucket.clamp_(max=buckets - 1).int().long()                    # [n, V]; int first: vectorised
-        by_bucket = weights.new_zeros(len(weights), buckets).scatter_add_(1, self.bucket, weights)
+        bucket = bucket.clamp_(max=buckets - 1)
+        self.bucket = bucket.view(torch.int32).copy_(bucket)                         # [n, V] int32, in place
+        by_bucket = weights.new_zeros(len(weights), buckets)                         # [n, buckets]
+        for row, index, weight in zip(by_bucket, self.bucket, weights):
+            row.index_add_(0, index, weight)
         self.reached = by_bucket.cumsum(-1)                                          # [n, buckets]
         self.totals = self.reached[:, -1].tolist()
 
