@@ -5,6 +5,7 @@
     python chapters/tools/bench_peers.py --model DIR --compile                … and nano-serve with --compile ("compiled")
     python chapters/tools/bench_peers.py --model DIR --budget                 where a step's time goes
     python chapters/tools/bench_peers.py --linears                            products: as stored, transposed, packed
+    python chapters/tools/bench_peers.py --sampling                           what drawing a token from a row costs
 
 Every system is loaded once, in a process of its own; then they take turns on the same workloads (token ids, greedy, EOS
 ignored), so that a slow minute of the machine hits all of them. The ratios are what counts. A turn during which other
@@ -221,14 +222,14 @@ def report(results):
 
 # -- where the time goes ----------------------------------------------------------------------------------------------
 
-def lower_quartile(call, n):
+def lower_quartile(call, n, clock=time.perf_counter):
     """Seconds of a call: of n, the one that a quarter of them undercut."""
     call()
     times = []
     for _ in range(n):
-        start = time.perf_counter()
+        start = clock()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return sorted(times)[n // 4]
 
 
@@ -257,6 +258,26 @@ def linears(args):
                     seconds = lower_quartile(lambda: product(x, next(weights)), 4 if rows > 100 else 24)
                     total[i] += seconds * layers * 1000
             print(f"{str(dtype)[6:]:10}{rows:6}" + "".join(f"{t:12.1f}" for t in total))
+
+
+def sampling_times(args):
+    """Milliseconds of one thread's time for a row of 128,256 logits: flat ones (all of them matter) and peaked ones (as
+    a model's), each alone and eight in a step."""
+    import torch
+    from request import Request, SamplingParams
+    from sampling import sample
+    torch.set_num_threads(1)
+    flat = torch.randn(8, 128256, generator=torch.Generator().manual_seed(0))
+    peaked = 3 * flat
+    peaked[:, :5] += 14
+    print(f"{'':34}{'flat':>7}{'of 8':>7}{'peaked':>9}{'of 8':>7}   ms a row")
+    for cut in ({"temperature": 0}, {}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 50}, {"top_k": 50, "top_p": 0.9}):
+        times = []
+        for logits in (flat[:1], flat, peaked[:1], peaked):
+            seeds = itertools.count()
+            step = lambda: sample(logits, [Request("r", [], SamplingParams(seed=next(seeds), **cut)) for _ in logits])
+            times.append(lower_quartile(step, 24, time.thread_time) / len(logits) * 1000)
+        print(f"{str(cut or 'uncut'):34}{times[0]:7.2f}{times[1]:7.2f}{times[2]:9.2f}{times[3]:7.2f}")
 
 
 def budget(args):
@@ -324,11 +345,12 @@ def main():
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--budget", action="store_true")
     parser.add_argument("--linears", action="store_true")
+    parser.add_argument("--sampling", action="store_true")
     parser.add_argument("--verbose", action="store_true", help="show what the systems print")
     parser.add_argument("--serve", choices=sorted(SYSTEMS), help=argparse.SUPPRESS)
     parser.add_argument("--dtype", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not args.linears:
+    if not (args.linears or args.sampling):
         config = Path(args.model or "", "config.json")
         if not args.model or not config.is_file():
             parser.error("--model must be a checkpoint folder, with a config.json")
@@ -344,6 +366,8 @@ def main():
         serve(args)
     elif args.linears:
         linears(args)
+    elif args.sampling:
+        sampling_times(args)
     elif args.budget:
         budget(args)
     else:
