@@ -10,8 +10,8 @@ import dataclasses
 import random
 from dataclasses import dataclass
 
-from request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestRefused, SamplingParams, \
-    bad_words_token_ids
+from request import (CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestRefused, SamplingParams,
+                     bad_words_token_ids)
 from sampling import prompt_logprobs
 from text import DecodeStream, Detokenizer
 

@@ -996,3 +996,15 @@ def test_defaults_come_from_generation_config(tmp_path):
         params.max_tokens = "many"
         with pytest.warns(UserWarning, match="max_tokens"):
             assert llm.generate("Once", params)[0].error
+
+
+def test_texts_of_logprobs_add_up():
+    """The chosen tokens' texts joined are the text, and those of a prompt's tokens the prompt, spaces and all."""
+    with LLM(num_kv_blocks=200, max_num_batched_tokens=8) as llm:
+        (output,) = llm.generate("Once upon a time, 世界 there", SamplingParams(temperature=0, max_tokens=20, logprobs=3, prompt_logprobs=2))
+        answer = output.outputs[0]
+        chosen = [entry[i] for i, entry in zip(answer.token_ids, answer.logprobs)]
+        assert "".join(lp.decoded_token for lp in chosen).startswith(answer.text) and all(lp.rank == 1 for lp in chosen)
+        assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
+        texts = [entry[i].decoded_token for i, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])]
+        assert "".join(texts) == "Once upon a time, 世界 there"
