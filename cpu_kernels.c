@@ -190,6 +190,18 @@ ALWAYS_INLINE vec spread(left_unit a) { return a - (vec){0}; }
 ALWAYS_INLINE vec multiply_add(vec sum, vec a, vec b) { return sum + a * b; }
 #endif
 
+static inline void to_left(long n, const float *from, left *to) {      /* n is a multiple of STEP */
+#ifdef __AVX512BF16__
+#ifdef BF16
+    for (long i = 0; i < n; i += 32)
+        *(__m512i_u *)(to + i) = (__m512i)_mm512_cvtne2ps_pbh(*(__m512_u *)(from + i + 16), *(__m512_u *)(from + i));
+    return;
+#endif
+#endif
+    for (long i = 0; i < n; i += STEP)
+        for (int u = 0; u < STEP; u++) to[i + u] = left_of(from[i + u]);
+}
+
 /* One tile; it is inlined for each height, which the compiler thus knows. add: to what c holds, else to 0. */
 ALWAYS_INLINE void tile(int height, long depth, const left_unit *a, long a_row, const right_unit *b, long b_row, float *c,
                         long c_row, int add) {
@@ -254,6 +266,7 @@ enum {
 };
 typedef float wvec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint32_t wbits __attribute__((vector_size(4 * W), aligned(2), may_alias));
+typedef float four __attribute__((vector_size(16)));
 
 /* A head of D elements as fp32, in an order of its own. Of two neighbours in bf16 one goes to an even vector, one to an
  * odd one: a shift and a mask, where keeping the order would take a shuffle. `unravel` knows the way back. */
@@ -297,11 +310,11 @@ static void decode(const Batch *b, long s, long kv_head, long first, float *part
         load_head(b->k + places[j], row);
         for (int g = 0; g < G; g++) {            /* to four partial sums; they are added up below, many keys at a time */
             wvec sum = q[g][0] * row[0];
-            float four[MAX(W, 4)] __attribute__((aligned(16))) = {0};
+            four parts[W / 4 + 1] = {0};
             for (int i = 1; i < N; i++) sum += q[g][i] * row[i];
-            memcpy(four, &sum, sizeof sum);
-            for (int i = 4; i < W; i++) four[i % 4] += four[i];
-            memcpy(quarters[g][j], four, 16);
+            memcpy(parts, &sum, sizeof sum);
+            for (int i = 1; i < W / 4; i++) parts[0] += parts[i];
+            memcpy(quarters[g][j], parts, sizeof *parts);
         }
     }
     for (int g = 0; g < G; g++) {
@@ -344,7 +357,7 @@ static void merge(const Batch *b, long s, long h, const float *part) {
 /* -- 5. A chunk's attention: tiles of ROWS rows against KEYS keys -------------------------------------------------- */
 
 #ifndef ROWS
-enum { ROWS = 96, KEYS = 128 };                  /* a row is one query head of one query */
+enum { ROWS = 96, KEYS = 256 };                  /* a row is one query head of one query */
 #endif
 enum { WIDE = (D + STEP - 1) / STEP * STEP };    /* columns of a packed V */
 
@@ -369,11 +382,9 @@ static inline float softmax(float *x, long visible, long width, float scale, flo
     long seen = pad(visible, STEP);              /* full vectors only: a loop over STEP needs no remainder */
     float m_new = *m_i, sum = 0;
     for (long j = visible; j < seen; j++) x[j] = -INFINITY;
-    for (long j = 0; j < seen; j += STEP)
-        #pragma omp simd reduction(max : m_new)              /* a NaN may go unseen here; its weight will be NaN */
-        for (int u = 0; u < STEP; u++) m_new = MAX(m_new, x[j + u]);
-    for (long j = 0; j < seen; j += STEP)
-        for (int u = 0; u < STEP; u++) sum += x[j + u] = exp2_((x[j + u] - m_new) * scale);
+    #pragma omp simd reduction(max : m_new)      /* a NaN may go unseen here; its weight will be NaN */
+    for (long j = 0; j < seen; j++) m_new = MAX(m_new, x[j]);
+    for (long j = 0; j < seen; j++) sum += x[j] = exp2_((x[j] - m_new) * scale);
     if (seen < width) memset(x + seen, 0, (width - seen) * sizeof(float));
     float shrink = exp2_((*m_i - m_new) * scale);
     *l_i = *l_i * shrink + sum, *m_i = m_new;
@@ -398,8 +409,7 @@ static void chunk(const Batch *b, long s, long kv_head, long first, const elem *
         for (long r = 0; r < rows; r++) {
             long visible = MIN(MAX(position + r / G + 1 - key, 0), n);
             float *x = scores + r * KEYS, shrink = softmax(x, visible, width, scale, &m_i[r], &l_i[r]);
-            for (long j = 0; j < width; j += STEP)
-                for (int u = 0; u < STEP; u++) p[r * KEYS + j + u] = left_of(x[j + u]);
+            to_left(width, x, p + r * KEYS);
             for (int i = 0; i < WIDE; i++) acc[r * WIDE + i] *= shrink;
         }
         product(rows, WIDE, pad(n, PER) / PER, (left_unit *)p, KEYS / PER, (right_unit *)v, WIDE, acc, WIDE, 1);
