@@ -341,8 +341,6 @@ def main(argv=None):
         # What is wrong with the options, the prompts' file or a path is said before a model is loaded.
         defaults = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})
         jobs, report = read_jobs(args), Report(args)
-        if args.compile and args.tensor_parallel_size == 1:
-            print("compiling the decode step (30 layers: half a minute, and seconds at the next start)", file=sys.stderr)
         from nano_serve import LLM               # here and not at the top: it brings torch, and --help needs none
         with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)}) as llm:
             report.empty_files()

@@ -535,6 +535,7 @@ static void panel_times(long rows, long n_in, long y_row, long n, int gated, con
 
 /* The threads share T in blocks of up to ROWS rows, and panels. gated: y is [T][n_out / 2]. */
 void linear(long T, long n_out, long n_in, int gated, const elem *weight, const elem *bias, const left *x, elem *y) {
+    if (T == 0) return;                          /* a step of chunks that make no logits */
     long blocks = pad(T, ROWS) / ROWS, height = pad((T + blocks - 1) / blocks, HEIGHT), panels = panels_of(n_out, gated);
     long columns = gated ? n_out / 2 : n_out, step = gated ? STEP / 2 : STEP;
     #pragma omp parallel for collapse(2) schedule(dynamic)

@@ -2,7 +2,7 @@
 
 Mirrors   vLLM: v1/attention/backends/cpu_attn.py:39 CPUAttentionBackend, whose C++ is compiled when vLLM is built
 Promises  the operations of kernels.TORCH for fp32 and bf16, by the machine's own C compiler. The first use takes about
-          a second; the result stays in a folder for the next. CompilerError where no compiler is found, or none can.
+          a second; the result stays in a folder for the next. NotAvailable where no compiler is found, or none can.
 Left out  fp16: the twins run it. Windows.
 Order     1 build: from source to library.  2 backend: the operations.
 
@@ -26,8 +26,8 @@ SOURCE = Path(__file__).resolve().with_name("cpu_kernels.c")
 DTYPES = torch.float32, torch.bfloat16
 
 
-class CompilerError(RuntimeError):
-    """cpu_kernels.c can't be compiled here; the message says why."""
+class NotAvailable(RuntimeError):
+    """cpu_kernels.c can't be compiled here, or not for these sizes; the message says why."""
 
 
 # -- 1. From source to library ----------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def compiler():
     for name in names:
         if path := shutil.which(name):
             return path
-    raise CompilerError(f"no C compiler ({' or '.join(names)})")
+    raise NotAvailable(f"no C compiler ({' or '.join(names)})")
 
 
 def thread_flags(macros):
@@ -62,7 +62,7 @@ def run(*command):
         return subprocess.run(command, capture_output=True, check=True, stdin=subprocess.DEVNULL, timeout=120).stdout
     except (OSError, subprocess.SubprocessError) as error:
         output = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip() or str(error)
-        raise CompilerError(f"{command[0]} failed: {output.splitlines()[0]:.200}") from error
+        raise NotAvailable(f"{command[0]} failed: {output.splitlines()[0]:.200}") from error
 
 
 def cache_folder():
@@ -95,12 +95,12 @@ def build(dtype, head_size, G):
                 try:
                     run(cc, *flags, *threads, str(SOURCE), "-o", f"{folder}/library.so", "-lm")
                     break
-                except CompilerError:
+                except NotAvailable:
                     if i == len(ways) - 1:
                         raise
             os.replace(f"{folder}/library.so", path)
     except OSError as error:
-        raise CompilerError(f"{path.parent}, set by NANO_SERVE_CACHE, can't be written: {error.strerror}") from error
+        raise NotAvailable(f"{path.parent}, set by NANO_SERVE_CACHE, can't be written: {error.strerror}") from error
     return path
 
 
@@ -131,7 +131,7 @@ def backend(dtype, head_size, G):
     """The namespace of operations, as kernels.TORCH, for tensors of this dtype and head size, on the CPU.
 
     What is passed on is an address, behind which C would take anything for numbers: so each function makes sure of dtype
-    and layout first. CompilerError where there is no library to be had.
+    and layout first. NotAvailable where there is no library to be had.
     """
     c = ctypes.CDLL(str(build(dtype, head_size, G)))     # after torch: its OpenMP is then this library's, too
     for name, (result, *arguments) in SIGNATURES.items():

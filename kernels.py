@@ -3,9 +3,10 @@
 Mirrors   vLLM: v1/attention/ops/triton_unified_attention.py:802 unified_attention
           vLLM: v1/attention/ops/triton_reshape_and_cache_flash.py:363 triton_reshape_and_cache_flash
           vLLM: model_executor/layers/layernorm.py:37 RMSNorm, model_executor/layers/activation.py:118 SiluAndMul
-Promises  every operation stands twice: its *twin*, plain PyTorch, the specification and the path on a CPU; under it
-          the Triton kernel, same arguments, same results. Both are exact for any mix of prefill chunks and decodes and
-          read no KV slot beyond a sequence's length; the kernels give a sequence the same bits alone and in company.
+Promises  every operation stands twice: its *twin*, plain PyTorch, the specification, with nothing in it for speed; under
+          it the Triton kernel, same arguments, same results. (And a third time, for CPUs, in cpu_kernels.c.) All are exact
+          for any mix of prefill chunks and decodes and read no KV slot beyond a sequence's length; the kernels give a
+          sequence the same bits alone and in company.
 Left out  quantised caches, sliding windows, soft caps, and autotuning: tiles are chosen by arithmetic.
 Order     1 rms_norm, 2 apply_rope and rope_and_write_kv, 3 silu_and_mul, 4 paged_attention, 5 select_backend.
 Run       `python kernels.py` holds every kernel against its twin, no GPU needed; `python kernels.py --bench` wants one.
@@ -26,8 +27,8 @@ With TRITON_INTERPRET=1 in the environment the same source runs on the CPU, prog
 import functools
 import pathlib
 import runpy
+import sys
 from types import SimpleNamespace
-from typing import NamedTuple
 
 if __name__ == "__main__":     # up here: the demo wants the kernels interpreted, and @jit asks as it decorates
     bench = pathlib.Path(__file__).resolve().parent / "chapters/tools/bench_kernels.py"
@@ -36,6 +37,8 @@ if __name__ == "__main__":     # up here: the demo wants the kernels interpreted
 
 import torch
 import torch.nn.functional as F
+
+import cpu_kernels
 
 try:
     import triton
@@ -113,11 +116,10 @@ def rope_and_write_kv(qk, v, cos, sin, k_cache, v_cache, slot_mapping):
     batch's K/V before it attends, so a chunk's tokens see each other through the cache like any older token.
     """
     q, k = apply_rope(qk, cos, sin).split((qk.shape[1] - v.shape[1], v.shape[1]), dim=1)
-    if int(slot_mapping.min()) < 0:
-        real = slot_mapping >= 0                                                         # [T]
-        slot_mapping, k, v = slot_mapping[real], k[real], v[real]
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k.to(k_cache.dtype))              # [N*bs, Hkv, d] at T slots
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
+    real = slot_mapping >= 0                                                             # [T]
+    slots, bs = slot_mapping[real], k_cache.shape[1]
+    k_cache[slots // bs, slots % bs] = k[real].to(k_cache.dtype)                         # [Hkv, d] at each slot
+    v_cache[slots // bs, slots % bs] = v[real].to(v_cache.dtype)
     return q
 
 
@@ -205,146 +207,33 @@ def silu_and_mul_triton(gate_up):
 
 # -- 4. Attention over the paged cache --------------------------------------------------------------------------------
 
-class RowTile(NamedTuple):
-    """m query rows of each of a Gather's n sequences. Every row sees the keys 0 … clear-1, and of clear … n_keys-1 what
-    `mask` leaves."""
-    rows: slice | torch.Tensor       # which rows of q, n * m of them
-    m: int
-    n_keys: int
-    clear: int
-    mask: torch.Tensor | None        # 0 or -inf; [n, 1, 1, 1, n_keys - clear] of decodes, [m, 1, m] of a chunk; or None
-
-
-class Gather(NamedTuple):
-    """n sequences with L keys each, and the rows that see them: n decodes, or (n = 1) one decode or one chunk."""
-    n: int
-    index: torch.Tensor              # [n * Hkv * L], rows of the pool seen as [N * bs * Hkv, d]: slot * Hkv + head
-    bags: torch.Tensor | None        # [n * H, L] int32, the same rows once for each query head; None where n is 1
-    # Memory for what is gathered: a fresh tensor in each layer would cost a page fault for every 4 KiB of it.
-    k: torch.Tensor                  # [n * Hkv * L, d]
-    v: torch.Tensor | None           # the same; None where n > 1: there `bags` tell where the values lie
-    scores: torch.Tensor             # of the largest tile, [n * H * m * n_keys]
-    tiles: list[RowTile]
-
-
-SCORE_BYTES = 4 << 20                # of a chunk's tile: larger ones no longer stay in a CPU's caches
-GATHER_BYTES = 64 << 20              # of the keys of several decodes
-
-
-def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, scale, plan=None):
+def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, scale):
     """Causal attention of a ragged batch: sequence s owns query rows query_start_loc[s] : query_start_loc[s+1], which
     are the *last* positions of its seq_lens[s] tokens; its keys lie in the blocks of block_tables[s]. S, T >= 1, and
     every sequence has at least one row.
 
-    q [T, H, d], caches [N, bs, Hkv, d], query_start_loc [S+1], seq_lens [S], block_tables [S, B], scale a float;
-    plan: `gather_plan` of this batch, the same for all layers, so the caller makes it once  →  [T, H, d], q's dtype.
-    Rows of a sequence of length 0 (padding) come out as zeros. Scores have the cache's dtype, as in transformers' eager
-    attention, or fp32 for a row alone (the fused call's way); the kernels, which keep them in registers, have fp32.
+    q [T, H, d], caches [N, bs, Hkv, d], query_start_loc [S+1], seq_lens [S], block_tables [S, B], scale a float
+    →  [T, H, d], q's dtype. Rows of a sequence of length 0 (padding) come out as zeros. All arithmetic is fp32.
     """
-    (T, H, d), Hkv = q.shape, k_cache.shape[2]
-    if plan is None:
-        plan = gather_plan(query_start_loc, seq_lens, block_tables, k_cache, H)
-    keys, values = k_cache.view(-1, d), v_cache.view(-1, d)                              # [N*bs*Hkv, d]
-    out = q.new_zeros(T, H, d)
-    for n, index, bags, k, v, room, tiles in plan:
-        k = torch.index_select(keys, 0, index, out=k).view(n * Hkv, -1, d)               # [n*Hkv, L, d]
-        if bags is None:
-            v = torch.index_select(values, 0, index, out=v).view(n * Hkv, -1, d)         # [n*Hkv, L, d]
-        for rows, m, n_keys, clear, mask in tiles:
-            # The G = H / Hkv query heads that share a KV head (GQA) are rows of it: each key is read once for all G.
-            x = (q[rows] * scale).to(k.dtype).view(n, m, Hkv, H // Hkv, d)               # [n, m, Hkv, G, d]
-            x = x.transpose(1, 2).reshape(n * Hkv, -1, d)                                # [n*Hkv, m*G, d]
-            if n * m == 1:          # nothing is hidden from a row alone, and for so little one fused call is faster
-                x = F.scaled_dot_product_attention(x[None], k[None, :, :n_keys], v[None, :, :n_keys], scale=1.0)
-            else:                   # one piece of memory in turn for the scores, the masked ones and their softmax
-                scores = room[:n * H * m * n_keys].view(n * Hkv, -1, n_keys)             # [n*Hkv, m*G, n_keys]
-                torch.bmm(x, k[:, :n_keys].transpose(1, 2), out=scores)
-                if mask is not None:
-                    scores.view(n, Hkv, m, -1, n_keys)[..., clear:] += mask             # [n, Hkv, m, G, n_keys-clear]
-                p = torch.softmax(scores, -1, out=scores)                                # [n*Hkv, m*G, n_keys]
-                if bags is None:
-                    x = torch.bmm(p, v[:, :n_keys])                                      # [n*Hkv, m*G, d]
-                else:               # sums of a table's rows by weight, read where they lie: v need not be gathered
-                    x = F.embedding_bag(bags, values, per_sample_weights=p.view(bags.shape), mode="sum")    # [n*H, d]
-            out[rows] = x.view(n, Hkv, m, -1, d).transpose(1, 2).reshape(-1, H, d).to(q.dtype)           # [n*m, H, d]
+    bs, Hkv = k_cache.shape[1:3]
+    out, starts = torch.zeros_like(q), query_start_loc.tolist()                          # [T, H, d]
+    for s, L in enumerate(seq_lens.tolist()):
+        if L == 0:
+            continue
+        # Position p lives in block p // bs of the table, at offset p % bs. Example: bs 4, table [7, 2], 6 tokens:
+        # blocks 7 7 7 7 2 2, offsets 0 1 2 3 0 1. No other slot is read: it may hold a NaN, and 0 * NaN is NaN.
+        p = torch.arange(L, device=q.device)                                             # [L]
+        where = block_tables[s, p // bs].long(), p % bs                                  # [L] twice
+        k, v = k_cache[where].float(), v_cache[where].float()                            # [L, Hkv, d] each
+        # This step's own K and V are already there: every layer writes before it attends. So L counts this step's tokens,
+        # but not the one that this step is about to sample. G = H / Hkv query heads share a KV head (GQA).
+        rows = slice(starts[s], starts[s + 1])
+        x = q[rows].float().unflatten(1, (Hkv, -1))                                      # [m, Hkv, G, d]
+        scores = torch.einsum("mhgd,lhd->hgml", x, k) * scale                            # [Hkv, G, m, L]
+        later = p > p[L - len(x):, None]         # a query, the m last positions, sees no key of a later one      [m, L]
+        weights = torch.softmax(scores.masked_fill(later, -torch.inf), -1)               # [Hkv, G, m, L]
+        out[rows] = torch.einsum("hgml,lhd->mhgd", weights, v).flatten(1, 2).to(q.dtype)                 # [m, H, d]
     return out
-
-
-def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, waste=0.25, slack=1500, tile_rows=128):
-    """Which query rows meet which keys, in few and large products: a list of Gather, the same for all layers.
-    k_cache: any layer's, for its sizes and dtype.
-
-    A prefill chunk is gathered by itself and cut into tiles of `tile_rows` rows, or down to 16 if their scores would
-    outgrow SCORE_BYTES: a tile leaves out the keys behind its last row, and only its own triangle needs a mask.
-    Decodes are sorted by length and padded to the longest of their gather. It takes the next one as long as the padding
-    is then at most `slack` keys, or at most the share `waste` of the keys it has: few products for short sequences,
-    little padding for long ones. Chunks come first in the plan.
-    Example (block size 4, one KV head; A decodes its 10th token from blocks 3 5 1, B prefills 3 tokens into block 2):
-        index 8 9 10                        a tile: rows 1:4, m 3, n_keys 3, clear 0, mask 3 x 3
-        index 12 13 14 15 20 21 22 23 4 5   a tile: rows 0:1, m 1, n_keys 10, clear 10, mask None
-    Padding points at a slot that its sequence does own. A masked key gets weight 0, but 0 * NaN is NaN: masking the
-    score alone would let the garbage of a stale slot through, so a stale slot is not even read.
-    """
-    device, (_, block_size, Hkv, d), dtype = block_tables.device, k_cache.shape, k_cache.dtype
-    heads, plan, decodes = torch.arange(Hkv, device=device)[:, None], [], []             # [Hkv, 1]
-    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
-
-    def add(block_tables, positions, tiles):
-        """block_tables [n, B] and positions [n, L] of n sequences, and the tiles of their rows."""
-        n = len(block_tables)
-        index = (slots_of(block_tables, positions, block_size)[:, None] * Hkv + heads).flatten()     # [n * Hkv * L]
-        k = k_cache.new_empty(len(index), d)
-        scores = k_cache.new_empty(n * num_heads * max(tile.m * tile.n_keys for tile in tiles))
-        bags = v = None
-        if n == 1:
-            v = torch.empty_like(k)
-        else:
-            bags = index.view(n, Hkv, 1, -1).expand(-1, -1, num_heads // Hkv, -1).reshape(n * num_heads, -1).int()
-        plan.append(Gather(n, index, bags, k, v, scores, tiles))
-
-    for s, L in enumerate(lens):
-        start, q_len = starts[s], starts[s + 1] - starts[s]
-        if q_len == 1 and L > 0:
-            decodes.append((L, s))
-        elif L > 0:
-            most = min(tile_rows, q_len, max(SCORE_BYTES // (num_heads * L * dtype.itemsize), 16))
-            triangle = torch.full((most, most), -torch.inf, dtype=dtype, device=device).triu_(1)
-            tiles = []
-            for a in range(0, q_len, most):
-                m, clear = min(most, q_len - a), L - q_len + a     # rows, and the position of the first of them
-                tiles.append(RowTile(slice(start + a, start + a + m), m, clear + m, clear, triangle[:m, None, :m]))
-            add(block_tables[s:s + 1], torch.arange(L, device=device)[None], tiles)
-    decodes.sort()
-    while decodes:
-        shortest, n, keys = decodes[0][0], 1, decodes[0][0]        # `keys` of the n sequences, without padding
-        for L, _ in decodes[1:]:
-            padding = L * n - keys                                 # if this one comes in, the others are padded to L
-            if padding > max(waste * keys, slack) or L * (n + 1) * Hkv * d * dtype.itemsize > GATHER_BYTES:
-                break
-            n, keys = n + 1, keys + L
-        bucket, L, decodes = sorted((s, length) for length, s in decodes[:n]), decodes[n - 1][0], decodes[n:]
-        # In the batch's order again: if they are neighbours there, their rows are one slice.
-        ids = torch.tensor([s for s, _ in bucket], device=device)                        # [n]
-        lengths = torch.tensor([length for _, length in bucket], device=device)[:, None]    # [n, 1]
-        positions, mask = torch.arange(L, device=device)[None], None                     # [1, L]
-        if shortest < L:
-            mask = torch.zeros(n, L - shortest, dtype=dtype, device=device)
-            mask = mask.masked_fill_(positions[:, shortest:] >= lengths, -torch.inf)[:, None, None, None]
-        a, b = starts[bucket[0][0]], starts[bucket[-1][0]] + 1
-        rows = slice(a, b) if b - a == n else query_start_loc[ids].long()
-        # Beyond its own last key a sequence repeats that key's position; the mask removes the repeats.
-        add(block_tables[ids], torch.minimum(positions, lengths - 1), [RowTile(rows, 1, L, shortest, mask)])
-    return plan
-
-
-def slots_of(block_tables, positions, block_size):
-    """Position p lives in block p // block_size of its table, at offset p % block_size.
-
-    block_tables [n, B], positions [n, L]  →  slots [n, L] int64.
-    Example: block_size 4, table [7, 2], 6 tokens  →  slots 28 29 30 31 | 8 9.
-    """
-    blocks = block_tables.long().gather(1, positions // block_size)                      # [n, L]
-    return blocks * block_size + positions % block_size                                               # [n, L]
 
 
 # The same on a GPU.  One program owns a *tile of rows*: BLOCK_Q consecutive queries of one sequence times the G query
@@ -547,9 +436,9 @@ def _merge_splits_kernel(query_start_loc, seq_lens, out, part_acc, part_ml, H, m
     tl.store(out + (row * H + head) * D + dims, (acc / l).to(out.dtype.element_ty), mask=dims < D)
 
 
-def paged_attention_triton(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, scale, plan=None):
+def paged_attention_triton(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, scale):
     """`paged_attention` in up to three launches. Nothing waits for the GPU: the grids are upper bounds, made of shapes
-    alone (so a CUDA graph can hold them), and a program with nothing to do returns. `plan` is the twin's and unused."""
+    alone (so a CUDA graph can hold them), and a program with nothing to do returns."""
     (T, H, d), S, (_, block_size, Hkv, _) = q.shape, len(seq_lens), k_cache.shape
     assert k_cache.stride() == v_cache.stride(), "K and V are laid out alike"
     G, BLOCK_D, limit = H // Hkv, max(triton.next_power_of_2(d), 16), shared_memory_limit(q.device)
@@ -582,22 +471,31 @@ def paged_attention_triton(q, k_cache, v_cache, query_start_loc, seq_lens, block
 # -- 5. Which implementation runs -------------------------------------------------------------------------------------
 
 TORCH = SimpleNamespace(rms_norm=rms_norm, rope_and_write_kv=rope_and_write_kv, silu_and_mul=silu_and_mul,
-                        paged_attention=paged_attention, plan=gather_plan, name="torch")
+                        paged_attention=paged_attention, name="torch")
 TRITON = SimpleNamespace(rms_norm=rms_norm_triton, rope_and_write_kv=rope_and_write_kv_triton,
-                         silu_and_mul=silu_and_mul_triton, paged_attention=paged_attention_triton,
-                         plan=lambda *batch: None, name="triton")
+                         silu_and_mul=silu_and_mul_triton, paged_attention=paged_attention_triton, name="triton")
 
 
-def select_backend(name, device):
-    """`--attention-backend`: "torch" the twins, "triton" the kernels, "auto" the kernels on a GPU (CUDA, ROCm) and the
-    twins elsewhere  →  a namespace of the four operations and `plan`. ValueError for what can't run: "triton" on a
-    CPU is for tests alone, and needs TRITON_INTERPRET=1 to be set before this module is imported.
+def select_backend(name, device, dtype, head_size, G):
+    """`--attention-backend`: "torch" the twins, "triton" the kernels above, "cpu" those of cpu_kernels.c, compiled for
+    this dtype, head size and G if they weren't before; "auto" Triton on a GPU (CUDA, ROCm), C on a CPU, and the twins
+    where that can't be, with a line that says so  →  a namespace of the operations; cpu's multiplies matrices, too.
+    ValueError for what can't run. ("triton" on a CPU is for tests alone, with TRITON_INTERPRET=1 set beforehand.)
     vLLM: v1/attention/selector.py:101 get_attn_backend, which has a dozen to choose from.
     """
-    if name not in ("auto", "torch", "triton"):
-        raise ValueError(f"attention backend {name!r} is unknown; --attention-backend takes auto, torch or triton")
+    if name not in ("auto", "torch", "triton", "cpu"):
+        raise ValueError(f"attention backend {name!r} is unknown; --attention-backend takes auto, torch, triton or cpu")
     on_gpu = torch.device(device).type == "cuda"       # what PyTorch calls a ROCm device, too
-    if name == "torch" or name == "auto" and not (on_gpu and triton):
+    if name == "cpu" and on_gpu:
+        raise ValueError(f"--attention-backend cpu: its kernels read no memory of device {str(device)!r}; take auto")
+    if name == "cpu" or name == "auto" and torch.device(device).type == "cpu":
+        try:
+            return cpu_kernels.backend(dtype, head_size, G)
+        except cpu_kernels.NotAvailable as reason:
+            if name == "cpu":
+                raise ValueError(f"--attention-backend cpu: {reason}; take auto or torch") from reason
+            say_once(f"nano-serve: plain PyTorch computes, several times slower than cpu_kernels.c would: {reason}")
+    if name == "torch" or not on_gpu and name == "auto" or name == "auto" and not triton:
         return TORCH
     if triton is None:
         raise ValueError("--attention-backend triton: Triton is not installed (pip install triton; Linux only)")
@@ -605,3 +503,8 @@ def select_backend(name, device):
         raise ValueError(f"--attention-backend triton: no kernel runs on device {str(device)!r}; take auto or "
                          "torch, or set TRITON_INTERPRET=1 to have the kernels interpreted, slowly")
     return TRITON
+
+
+@functools.lru_cache(maxsize=None)
+def say_once(line):
+    print(line, file=sys.stderr)

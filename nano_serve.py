@@ -65,9 +65,6 @@ class LLMEngine:
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: PyTorch sees no GPU here; --device cpu (or auto) needs none")
         device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        if args.compile and (device != "cpu" or args.tensor_parallel_size > 1 or args.attention_backend == "triton"):
-            raise ValueError("--compile is for one process on a CPU and the PyTorch twins, not for --device "
-                             f"{device}, -tp {args.tensor_parallel_size}, --attention-backend {args.attention_backend}")
         dtype = parse_dtype(args.dtype) or auto_dtype(self.config, device)
         self.device, self.dtype = torch.device(device), dtype
         # All that can be refused is refused before the weights are read.
@@ -84,7 +81,7 @@ class LLMEngine:
         self._threads = args.threads or (1 if small and device == "cpu" else torch.get_num_threads())
         with cpu_threads(self._threads):
             self.executor = make_executor(folder, dtype, device, args.attention_backend, args.tensor_parallel_size,
-                                          args.enforce_eager, args.compile)
+                                          args.enforce_eager)
             if num_blocks is None:   # on a GPU: what the weights leave of the share that was asked for
                 free, total = torch.cuda.mem_get_info()
                 num_blocks = int(args.gpu_memory_utilization * total - (total - free)) // block_bytes
