@@ -228,7 +228,7 @@ ALWAYS_INLINE void tile(int height, long depth, const left_unit *a, long a_row, 
 
 /* Any number of rows; cols is a multiple of STEP, and x_row is how far apart two rows of x begin. An element of c is one
  * sum along the depth, front to back, whatever the tile's height: its bits don't depend on the other rows. */
-static void product(long rows, long cols, long depth, const left_unit *a, long a_row, const right_unit *b, long b_row,
+static __attribute__((noinline)) void product(long rows, long cols, long depth, const left_unit *a, long a_row, const right_unit *b, long b_row,
                     float *c, long c_row, int add) {
     for (long j = 0; j < cols; j += STEP)
         for (long i = 0; i < rows; i += HEIGHT)

@@ -24,6 +24,7 @@ import torch
 
 SOURCE = Path(__file__).resolve().with_name("cpu_kernels.c")
 DTYPES = torch.float32, torch.bfloat16
+MAX_HEAD_SIZE, MAX_G = 256, 32           # beyond these the C code's arrays would be large for a thread's stack
 
 
 class NotAvailable(RuntimeError):
@@ -80,7 +81,7 @@ def build(dtype, head_size, G):
     """
     cc = compiler()
     arm = os.uname().machine in ("arm64", "aarch64")
-    flags = [*FLAGS, "-mcpu=native" if arm else "-march=native", f"-DD={head_size}", f"-DG={G}"]
+    flags = ["-mcpu=native" if arm else "-march=native", *FLAGS, f"-DD={head_size}", f"-DG={G}"]
     flags += ["-DBF16"] if dtype == torch.bfloat16 else []
     macros = run(cc, *flags, "-E", "-dM", "-x", "c", os.devnull)
     ways = thread_flags(macros)
@@ -133,6 +134,11 @@ def backend(dtype, head_size, G):
     What is passed on is an address, behind which C would take anything for numbers: so each function makes sure of dtype
     and layout first. NotAvailable where there is no library to be had.
     """
+    if dtype not in DTYPES:
+        raise NotAvailable(f"it knows float32 and bfloat16, not {str(dtype)[6:]}")
+    if head_size % 2 or head_size > MAX_HEAD_SIZE or G > MAX_G:
+        raise NotAvailable(f"it knows even head sizes up to {MAX_HEAD_SIZE} and up to {MAX_G} query heads a KV head, not "
+                           f"{head_size} and {G}")
     c = ctypes.CDLL(str(build(dtype, head_size, G)))     # after torch: its OpenMP is then this library's, too
     for name, (result, *arguments) in SIGNATURES.items():
         getattr(c, name).restype, getattr(c, name).argtypes = result, arguments

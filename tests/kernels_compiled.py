@@ -148,8 +148,9 @@ def test_a_step_with_other_lengths_compiles_nothing_new():
 
 def test_backend_without_a_gpu():
     with pytest.raises(ValueError, match="--attention-backend triton.*'cpu'.*TRITON_INTERPRET"):
-        kernels.select_backend("triton", "cpu")
-    assert kernels.select_backend("triton", "cuda:1").name == kernels.select_backend("auto", "cuda").name == "triton"
-    assert kernels.select_backend("torch", "cuda").name == kernels.select_backend("auto", "cpu").name == "torch"
+        kernels.select_backend("triton", "cpu", torch.float32, 64, 4)
+    select = lambda name, device: kernels.select_backend(name, device, torch.float32, 64, 4).name
+    assert select("triton", "cuda:1") == select("auto", "cuda") == "triton"
+    assert select("torch", "cuda") == select("torch", "cpu") == "torch"
     with pytest.raises(ValueError, match="'flash'.*auto, torch or triton"):
-        kernels.select_backend("flash", "cpu")
+        kernels.select_backend("flash", "cpu", torch.float32, 64, 4)
