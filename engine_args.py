@@ -49,8 +49,12 @@ class EngineArgs:
     max_num_waiting: int | None = option(None, "length of the waiting queue, beyond which requests are refused",
                                          int, low=1)
     seed: int = option(0, "where requests without a seed of their own get theirs from")
-    attention_backend: str = option("auto", "auto; torch: plain PyTorch; cpu: cpu_kernels.c; triton", choices=("auto", "torch", "cpu", "triton"))
+    attention_backend: str = option("auto", "torch (plain PyTorch), cpu (cpu_kernels.c), triton; auto: what suits",
+                                    choices=("auto", "torch", "cpu", "triton"))
     enforce_eager: bool = option(False, "on a GPU: launch each kernel of each step, record no CUDA graphs of decodes")
+    max_records: int = option(10_000, "step records kept, the newest", low=1)
+    max_n: int = option(16_384, "most answers that one request may ask for (n)", low=1)
+    max_stop_strings: int = option(64, "most stop strings of one request", low=0)
     check_invariants: bool = option(False, "check the scheduler's and the pool's accounts after every step (slow)")
 
     def __post_init__(self):

@@ -152,5 +152,5 @@ def test_backend_without_a_gpu():
     select = lambda name, device: kernels.select_backend(name, device, torch.float32, 64, 4).name
     assert select("triton", "cuda:1") == select("auto", "cuda") == "triton"
     assert select("torch", "cuda") == select("torch", "cpu") == "torch"
-    with pytest.raises(ValueError, match="'flash'.*auto, torch or triton"):
+    with pytest.raises(ValueError, match="'flash'.*auto, torch, triton or cpu"):
         kernels.select_backend("flash", "cpu", torch.float32, 64, 4)
