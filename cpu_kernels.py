@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 SOURCE = Path(__file__).resolve().with_name("cpu_kernels.c")
+HEADER = SOURCE.with_name("cpu_tile.h")
 DTYPES = torch.float32, torch.bfloat16
 MAX_HEAD_SIZE, MAX_G = 256, 32           # beyond these the C code's arrays would be large for a thread's stack
 
@@ -85,8 +86,8 @@ def build(dtype, head_size, G):
     flags += ["-DBF16"] if dtype == torch.bfloat16 else []
     macros = run(cc, *flags, "-E", "-dM", "-x", "c", os.devnull)
     ways = thread_flags(macros)
-    digest = hashlib.sha256(SOURCE.read_bytes() + repr((cc, flags, ways)).encode() + macros).hexdigest()[:16]
-    path = cache_folder() / f"cpu_kernels-{digest}.so"
+    digest = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes() + repr((cc, flags, ways)).encode() + macros)
+    path = cache_folder() / f"cpu_kernels-{digest.hexdigest()[:16]}.so"
     if path.exists():
         return path
     try:
@@ -94,7 +95,7 @@ def build(dtype, head_size, G):
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             for i, threads in enumerate(ways):
                 try:
-                    run(cc, *flags, *threads, str(SOURCE), "-o", f"{folder}/library.so", "-lm")
+                    run(cc, *flags, *threads, f"-I{HEADER.parent}", str(SOURCE), "-o", f"{folder}/library.so", "-lm")
                     break
                 except NotAvailable:
                     if i == len(ways) - 1:
@@ -131,14 +132,14 @@ class Packed(NamedTuple):
 def backend(dtype, head_size, G):
     """The namespace of operations, as kernels.TORCH, for tensors of this dtype and head size, on the CPU.
 
-    What is passed on is an address, behind which C would take anything for numbers: so each function makes sure of dtype
-    and layout first. NotAvailable where there is no library to be had.
+    What is passed on is an address, behind which C would take anything for numbers: so each function makes sure of
+    dtype and layout first. NotAvailable where there is no library to be had.
     """
     if dtype not in DTYPES:
         raise NotAvailable(f"it knows float32 and bfloat16, not {str(dtype)[6:]}")
     if head_size % 2 or head_size > MAX_HEAD_SIZE or G > MAX_G:
-        raise NotAvailable(f"it knows even head sizes up to {MAX_HEAD_SIZE} and up to {MAX_G} query heads a KV head, not "
-                           f"{head_size} and {G}")
+        raise NotAvailable(f"it knows even head sizes up to {MAX_HEAD_SIZE} and up to {MAX_G} query heads a KV head, "
+                           f"not {head_size} and {G}")
     c = ctypes.CDLL(str(build(dtype, head_size, G)))     # after torch: its OpenMP is then this library's, too
     for name, (result, *arguments) in SIGNATURES.items():
         getattr(c, name).restype, getattr(c, name).argtypes = result, arguments
@@ -153,7 +154,7 @@ def backend(dtype, head_size, G):
     def in_place(cache):
         """A cache's address: a copy would not do, since what is written has to land."""
         if cache.dtype is not dtype or not cache.is_contiguous():
-            raise ValueError(f"the KV cache is {cache.dtype} with strides {cache.stride()}; {dtype} without gaps is wanted")
+            raise ValueError(f"a KV cache of {cache.dtype} with strides {cache.stride()}; {dtype}, dense, is wanted")
         return cache.data_ptr()
 
     def rms_norm(x, weight, eps, residual=None):
@@ -189,8 +190,10 @@ def backend(dtype, head_size, G):
         q, starts, lens = dense(q), dense(query_start_loc, torch.int32), dense(seq_lens, torch.int32)
         tables, (_, H, _), (_, bs, Hkv, _) = dense(block_tables, torch.int32), q.shape, k_cache.shape
         out = torch.empty_like(q)                                                        # [T, H, d]
-        if c.paged_attention(len(lens), H, Hkv, bs, tables.shape[1], starts.data_ptr(), lens.data_ptr(),
-                             tables.data_ptr(), q.data_ptr(), in_place(k_cache), in_place(v_cache), out.data_ptr(), scale):
+        failed = c.paged_attention(len(lens), H, Hkv, bs, tables.shape[1], starts.data_ptr(), lens.data_ptr(),
+                                   tables.data_ptr(), q.data_ptr(), in_place(k_cache), in_place(v_cache),
+                                   out.data_ptr(), scale)
+        if failed:
             raise MemoryError("no memory for attention's partial results")
         return out
 

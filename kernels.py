@@ -3,10 +3,10 @@
 Mirrors   vLLM: v1/attention/ops/triton_unified_attention.py:802 unified_attention
           vLLM: v1/attention/ops/triton_reshape_and_cache_flash.py:363 triton_reshape_and_cache_flash
           vLLM: model_executor/layers/layernorm.py:37 RMSNorm, model_executor/layers/activation.py:118 SiluAndMul
-Promises  every operation stands twice: its *twin*, plain PyTorch, the specification, with nothing in it for speed; under
-          it the Triton kernel, same arguments, same results. (And a third time, for CPUs, in cpu_kernels.c.) All are exact
-          for any mix of prefill chunks and decodes and read no KV slot beyond a sequence's length; the kernels give a
-          sequence the same bits alone and in company.
+Promises  every operation stands twice: its *twin*, plain PyTorch, the specification, with nothing in it for speed;
+          under it the Triton kernel, same arguments, same results. (A third time, for CPUs, in cpu_kernels.c.) All are
+          exact for any mix of prefill chunks and decodes and read no KV slot beyond a sequence's length; the kernels
+          give a sequence the same bits alone and in company.
 Left out  quantised caches, sliding windows, soft caps, and autotuning: tiles are chosen by arithmetic.
 Order     1 rms_norm, 2 apply_rope and rope_and_write_kv, 3 silu_and_mul, 4 paged_attention, 5 select_backend.
 Run       `python kernels.py` holds every kernel against its twin, no GPU needed; `python kernels.py --bench` wants one.
@@ -225,8 +225,8 @@ def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables
         p = torch.arange(L, device=q.device)                                             # [L]
         where = block_tables[s, p // bs].long(), p % bs                                  # [L] twice
         k, v = k_cache[where].float(), v_cache[where].float()                            # [L, Hkv, d] each
-        # This step's own K and V are already there: every layer writes before it attends. So L counts this step's tokens,
-        # but not the one that this step is about to sample. G = H / Hkv query heads share a KV head (GQA).
+        # This step's own K and V are already there: every layer writes before it attends. So L counts this step's
+        # tokens, but not the one that it is about to sample. G = H / Hkv query heads share a KV head (GQA).
         rows = slice(starts[s], starts[s + 1])
         x = q[rows].float().unflatten(1, (Hkv, -1))                                      # [m, Hkv, G, d]
         scores = torch.einsum("mhgd,lhd->hgml", x, k) * scale                            # [Hkv, G, m, L]

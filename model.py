@@ -47,8 +47,8 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A matrix [out, in], with a bias or without; zeros until the checkpoint fills it. gated: it is gate above up, and what
-    comes out is silu(gate) * up, [T, out / 2]. `packed`: see pack_weights."""
+    """A matrix [out, in], with a bias or without; zeros until the checkpoint fills it. gated: it is gate above up, and
+    what comes out is silu(gate) * up, [T, out / 2]. `packed`: see pack_weights."""
 
     def __init__(self, ops, n_in, n_out, bias, dtype, device, gated=False):
         super().__init__()
@@ -161,8 +161,8 @@ class Llama(nn.Module):
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
     def pack_weights(self):
-        """For cpu_kernels.c: lay each matrix out in the order in which its products read it. The plain copy is dropped, but
-        for the embedding, from which single rows are read: one that is the head, too, is then held twice."""
+        """For cpu_kernels.c: lay each matrix out in the order in which its products read it. The plain copy is dropped,
+        but for the embedding, from which single rows are read: one that is the head, too, is then held twice."""
         for name, proj in self.named_modules():
             if self.ops.name == "cpu" and isinstance(proj, Linear) and (name != "embed_tokens" or proj is self.lm_head):
                 proj.packed = self.ops.pack(proj.weight.detach(), proj.gated)

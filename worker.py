@@ -510,5 +510,5 @@ def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size
     if torch.device(device).type == "cuda" and tensor_parallel_size > torch.cuda.device_count():
         raise ValueError(f"--tensor-parallel-size {tensor_parallel_size} needs as many GPUs, one a rank; "
                          f"this machine has {torch.cuda.device_count()}")
-    select_ops(config, attention_backend, dtype, device, tensor_parallel_size)   # refused, or compiled, before ranks start
+    select_ops(config, attention_backend, dtype, device, tensor_parallel_size)   # refused or compiled before they start
     return TensorParallelExecutor(folder, dtype, device, attention_backend, tensor_parallel_size)

@@ -355,7 +355,7 @@ def compile_with(tmp_path, dtype, *flags):
 
 LOOPS = [r"sum\[i\] = put\(get\(old", r"squares \+= ", r"to\[i\] = put\(get\(weight", r"for \(int i = 0; i < D / 2; i\+\+\) \{",
          r"to\[i\] = put\(get\(put\(silu", r"m_i = MAX\(m_i, score", r"l_i \+= score", r"m_new = MAX\(m_new, x", r"sum \+= x\[j\] = exp2_",
-         r"from\[i\] = silu\(from", r"y\[i\] = put\(from", r"\*= shrink"]
+         r"from\[i\] = silu\(from", r"y\[i\] = put\(from", r"\] \*= shrink"]
 
 
 @gcc_on_x86
