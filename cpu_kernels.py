@@ -128,6 +128,17 @@ class Packed(NamedTuple):
     nbytes = property(lambda self: self.memory.nbytes)
 
 
+def keep_memory():
+    """Have glibc keep what is freed, up to 512 MB, instead of handing it back to the system, from where each 4 KiB of it
+    comes with a page fault the next time: in a prefill that is every layer's activations. Elsewhere nothing happens."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_TRIM_THRESHOLD, 512 << 20)
+        libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)                 # the most that glibc takes
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3      # from malloc.h
+
+
 @functools.cache
 def backend(dtype, head_size, G):
     """The namespace of operations, as kernels.TORCH, for tensors of this dtype and head size, on the CPU.
@@ -143,6 +154,7 @@ def backend(dtype, head_size, G):
     c = ctypes.CDLL(str(build(dtype, head_size, G)))     # after torch: its OpenMP is then this library's, too
     for name, (result, *arguments) in SIGNATURES.items():
         getattr(c, name).restype, getattr(c, name).argtypes = result, arguments
+    keep_memory()
     left_is_wider = c.left_size() > dtype.itemsize
 
     def dense(x, kind=dtype):

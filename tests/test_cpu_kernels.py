@@ -341,6 +341,20 @@ def test_one_openmp():
     assert len(libraries) == 1, libraries
 
 
+@pytest.mark.skipif(not (shutil.which("aarch64-linux-gnu-gcc") and shutil.which("qemu-aarch64")),
+                    reason="wants gcc-aarch64-linux-gnu and qemu-user")
+@pytest.mark.parametrize("cpu, dtype", [("armv8-a", torch.float32), ("armv8-a", torch.bfloat16), ("armv8.6-a+bf16", torch.bfloat16)])
+@pytest.mark.parametrize("d, G", [(64, 3), (10, 2)])
+def test_arm(cpu, dtype, d, G, tmp_path):
+    """NEON, and its bf16 products, in an emulator."""
+    flags = [flag for flag in cpu_kernels.FLAGS if flag not in ("-shared", "-fPIC")]
+    source = pathlib.Path(__file__).with_name("cpu_kernels_main.c")
+    subprocess.run(["aarch64-linux-gnu-gcc", *flags, f"-march={cpu}", "-fopenmp-simd", "-static", f"-DD={d}", f"-DG={G}",
+                    *["-DBF16"] * (dtype == torch.bfloat16), str(source), "-o", str(tmp_path / "test"), "-lm"], check=True, timeout=100)
+    done = subprocess.run(["qemu-aarch64", "-cpu", "max", tmp_path / "test"], capture_output=True, text=True, check=True, timeout=100)
+    assert all(float(e) < TOLERANCE[dtype] for e in done.stdout.split()) and len(done.stdout.split()) == 2, done.stdout
+
+
 # -- 5. Vector loops --------------------------------------------------------------------------------------------------
 
 gcc_on_x86 = pytest.mark.skipif(not (X86 and shutil.which("gcc")), reason="reads GCC's report for x86")
