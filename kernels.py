@@ -347,59 +347,168 @@ def slots_of(block_tables, positions, block_size):
     return blocks * block_size + positions % block_size                                               # [n, L]
 
 
-# The same on a GPU.  One program owns a *tile of rows*: BLOCK_Q consecutive queries of one sequence times the G query
+# The same on a GPU. First a rung below: one head of one sequence, keys and values dense, every row sees every key.
+# The *online softmax* (在线 softmax) walks the keys tile by tile and carries for each row m_i, its largest score so far,
+# l_i, the sum of exp(score - m_i), and acc, the sum of exp(score - m_i) * v. When a tile brings a larger m_i, the old
+# l_i and acc are scaled by exp(old - new); at the end acc / l_i is the attention. The scores never reach memory.
+# exp(x) is exp2(x * log2 e), and exp2 is one instruction of a GPU: so scores, m_i too, are in *log2 units*.
+
+LOG2_E = 1.4426950408889634
+
+
+def dense_attention(q, k, v, scale):
+    """q [M, d], k and v [L, d]  →  [M, d]."""
+    return torch.softmax(q @ k.T * scale, dim=-1) @ v                                    # [M, L] @ [L, d]
+
+
+@jit
+def _dense_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, scale, M, L, D: tl.constexpr, BLOCK_M: tl.constexpr,
+                            TILE: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]                   # [BLOCK_M, 1]
+    dims = tl.arange(0, D)[None, :]                                                      # [1, D]
+    q = tl.load(q_ptr + rows * D + dims, mask=rows < M, other=0.0)                       # [BLOCK_M, D]
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    for start in range(0, L, TILE):
+        keys = start + tl.arange(0, TILE)                                                # [TILE]
+        at = keys[:, None] * D + dims                                                    # [TILE, D]
+        k = tl.load(k_ptr + at, mask=keys[:, None] < L, other=0.0)                       # [TILE, D]
+        v = tl.load(v_ptr + at, mask=keys[:, None] < L, other=0.0)                       # [TILE, D]
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale                  # [BLOCK_M, TILE], log2 units
+        scores = tl.where(keys[None, :] < L, scores, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, axis=1))                                  # [BLOCK_M]
+        p, old = tl.exp2(scores - m_new[:, None]), tl.exp2(m_i - m_new)                  # [BLOCK_M, TILE], [BLOCK_M]
+        l_i = l_i * old + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
+        m_i = m_new
+    tl.store(out_ptr + rows * D + dims, (acc / l_i[:, None]).to(q.dtype), mask=rows < M)
+
+
+def dense_attention_triton(q, k, v, scale):
+    """`dense_attention` of dense tensors, d a power of two from 16 on: 16 is the least that tl.dot multiplies."""
+    (M, d), out = q.shape, torch.empty_like(q)
+    _dense_attention_kernel[(triton.cdiv(M, 16),)](q, k, v, out, scale * LOG2_E, M, len(k), D=d, BLOCK_M=16, TILE=32)
+    return out
+
+
+# Now paged and ragged. A program owns a *tile of rows*: BLOCK_Q consecutive queries of one sequence times the G query
 # heads of one KV head, row r being query r // G and head r % G. So each key that it reads serves all G heads.
 #
-#   decode launch   grid (S, Hkv, splits)     a tile is one query; its keys are shared out in splits of SPLIT keys
-#   merge launch    grid (S, H)               adds up the splits of a long decode
 #   chunk launch    grid (tiles, Hkv)         a tile is up to 128 rows of a chunk; one program walks all their keys
+#   decode launch   grid (programs, Hkv)      a tile is one query, G rows of the 16 that tl.dot wants at least; its keys
+#                                             are cut into splits, and the programs, as many as the card holds, stride
+#                                             over the splits of all sequences: a long one keeps nobody waiting
+#   merge launch    grid (S, H)               adds up the splits of a decode
 #
-# A program walks its keys tile by tile with the *online softmax*: for each row it carries the largest score so far, m,
-# the sum l of exp(score - m), and acc, the sum of exp(score - m) * v. When a tile brings a larger m, the old l and acc
-# are scaled by exp(m_old - m_new); at the end acc / l is the attention. The scores [queries, keys] never reach memory.
-# What a row sums, and in which order, follows from its own position: tiles and splits have a fixed size (not a fixed
-# number), and a masked key adds an exact 0. That is why a sequence gets the same bits alone and in company.
+# What a row sums, and in which order, follows from its own position and its sequence's length, and a masked key adds an
+# exact 0. That is why a sequence gets the same bits alone and in company.
 
-SPLIT = 512                        # keys a program of the decode launch walks; a split leaves d + 2 floats a head
-LOG2_E = 1.4426950408889634        # exp(x) = exp2(x * log2 e), and exp2 is one instruction of a GPU
+# A decode of L keys has splits of at least 64, and at most 128 splits: from 8,192 keys on one sequence with one KV head
+# (70B, TP=8) busies 86 to 128 of a card's 132 multiprocessors, and a batch of eight all of them from 1,088 keys on.
+SPLIT_STEP, MAX_SPLITS = 32, 128
+# A split leaves d + 2 fp32 numbers a head. Of these all layers and steps share SCRATCH numbers, enough for 256 sequences
+# of 8 heads of 128; a batch with more takes several passes. 256 is also what a program of the decode launch counts.
+SCRATCH, SEQUENCES = 256 * MAX_SPLITS * 8 * (128 + 2), 256
 
-# (rows, keys, warps, stages), the first that fits. Of `stages` Triton makes a pipeline: while a tile of keys is in use,
-# later ones are on their way. A key's address needs its block number, itself a load, so a tile takes two stages: 3 have
-# one tile of K and V under way, 5 have two. Decodes wait for memory alone and want more of it under way.
-CHUNK_TILES = ((128, 64, 8, 3), (64, 32, 8, 3), (32, 32, 4, 3), (16, 16, 4, 3))
-DECODE_TILES = ((16, 64, 4, 5), (16, 32, 4, 5), (16, 16, 4, 3))
-FP32_TILES = ((16, 16, 4, 3),)     # exact fp32 products are not for the tensor cores, and larger ones spill registers
+# (rows, keys, warps, stages), the first that fits. While one tile of keys is in use, stages - 2 are on their way.
+# Prefill wants its tile large: every key is then read for more rows. A decode waits for memory alone, and four programs
+# on a multiprocessor hide the wait of each other; so a tile may take a quarter of its shared memory.
+CHUNK_TILES = ((128, 128, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 8, 3), (64, 32, 8, 2), (32, 32, 4, 3),
+               (16, 16, 4, 2))
+DECODE_TILES = ((16, 32, 4, 4), (16, 32, 4, 3), (16, 16, 4, 3), (16, 16, 4, 2))
+FP32_TILES = ((16, 16, 4, 3), (16, 16, 4, 2))          # exact fp32 is not for the tensor cores; larger ones spill
+
+
+class Card(NamedTuple):
+    sms: int                         # multiprocessors
+    shared: int                      # bytes of shared memory that a program may take
+    shared_sm: int                   # bytes that a multiprocessor has for all its programs
+
+
+@functools.lru_cache(maxsize=None)
+def card(device):
+    """The card's Card; for the interpreter one so small that programs have to stride."""
+    if device.type == "cpu":
+        return Card(2, 227 * 1024, 228 * 1024)
+    c = torch.cuda.get_device_properties(device)
+    shared = getattr(c, "shared_memory_per_block_optin", 0) or c.shared_memory_per_block
+    return Card(c.multi_processor_count, shared, max(shared, getattr(c, "shared_memory_per_multiprocessor", 0)))
 
 
 def tile_bytes(rows, keys, stages, BLOCK_D, itemsize):
     """Shared memory of a program on an NVIDIA card, at most.
-    Example: (128, 64, 8, 3) in bf16 at d = 128: q 32 KiB, K and V 2 * (16 + 16) KiB, and 3 KiB: 99 KiB.
-    The second K and V are Hopper's: from 64 rows on its tensor cores read shared memory themselves and let go of a tile
-    one step later. The last 3 KiB are block numbers, and what the warps tell each other for the softmax."""
-    tiles = (stages - 1) // 2 + (rows >= 64)
-    return itemsize * BLOCK_D * (rows + 2 * tiles * keys) + 3 * 1024
+    Example: (128, 128, 8, 3) in bf16 at d = 128: q 32 KiB, K and V 3 * (32 + 32) KiB: 224 of an H100's 227.
+    The third K and V are Hopper's: from 64 rows on its tensor cores read shared memory themselves and let go of a tile
+    one step later. With fewer rows, 2 KiB go to what the warps tell each other for the softmax."""
+    return itemsize * BLOCK_D * (rows + 2 * (stages - 1 + (rows >= 64)) * keys) + 2048 * (rows < 64)
 
 
 @functools.lru_cache(maxsize=None)
-def choose_tile(tiles, d, G, itemsize, shared_memory):
-    """The first of `tiles` that fits into `shared_memory` bytes, for head size d and G query heads a KV head
-    →  (rows, keys, warps, stages). ValueError where none does: at the first call, not as a launch that fails elsewhere.
+def choose_tile(tiles, programs, d, G, itemsize, card):
+    """The first of `tiles` of which `programs` fit on a multiprocessor at a time, or else half as many …
+    →  (rows, keys, warps, stages), programs. ValueError where none does: now, not as a launch that fails elsewhere.
     vLLM: v1/attention/ops/triton_unified_attention.py:784 _get_tile_size."""
-    for rows, keys, warps, stages in FP32_TILES if itemsize == 4 else tiles:
-        rows = max(rows, triton.next_power_of_2(G))
-        if tile_bytes(rows, keys, stages, max(triton.next_power_of_2(d), 16), itemsize) <= shared_memory:
-            return rows, keys, warps, stages
+    BLOCK_D = max(triton.next_power_of_2(d), 16)
+    while programs:
+        for rows, keys, warps, stages in FP32_TILES if itemsize == 4 else tiles:
+            rows = max(rows, triton.next_power_of_2(G))
+            # Each program costs a multiprocessor 1 KiB beyond its own.
+            if tile_bytes(rows, keys, stages, BLOCK_D, itemsize) <= min(card.shared, card.shared_sm // programs - 1024):
+                return (rows, keys, warps, stages), programs
+        programs //= 2
     raise ValueError(f"no attention tile for head size {d}, {G} query heads a KV head and {itemsize}-byte elements fits"
-                     f" into {shared_memory} bytes of shared memory; --attention-backend torch can run it")
+                     f" into {card.shared} bytes of shared memory; --attention-backend torch can run it")
 
 
-@functools.lru_cache(maxsize=None)
-def shared_memory_limit(device):
-    """Bytes a program may take: what the card has, 99 KiB at most, so that on a large one two programs run abreast."""
-    if device.type == "cpu":
-        return 99 * 1024
-    card = torch.cuda.get_device_properties(device)
-    return min(99 * 1024, getattr(card, "shared_memory_per_block_optin", 0) or card.shared_memory_per_block)
+@jit
+def _load_blocks(table_ptr, start, last, bt_b, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The block of each of TILE keys, [TILE], or where all lie in one block, that block, a scalar."""
+    position = start
+    if BLOCK_SIZE % TILE != 0:
+        position += tl.arange(0, TILE)
+    return tl.load(table_ptr + position // BLOCK_SIZE * bt_b, mask=position < last, other=0)
+
+
+@jit
+def _attend(q, k_ptr, v_ptr, table_ptr, row_position, first, clear, end, scale, c_b, c_s, c_d, bt_b,
+            BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The online softmax over keys first … end-1, for q [M, BLOCK_D]  →  l_i [M], m_i [M], acc [M, BLOCK_D]. Two loops:
+    keys before `clear` are visible to every row, and whole tiles of them; from there on each row has its own edge.
+    In registers: acc [M, BLOCK_D] and the scores [M, TILE], fp32. For 128 rows, d = 128 and 128 keys that is 128 KiB,
+    for each thread of 8 warps 64 + 64 registers of its 255. K and V pass through shared memory."""
+    dims = tl.arange(0, BLOCK_D)[None, :]                                                # [1, BLOCK_D]
+    m_i = tl.full([M], float("-inf"), tl.float32)
+    l_i = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BLOCK_D], tl.float32)
+    for MASKED in tl.static_range(2):
+        begin, last = (clear, end) if MASKED else (first, clear)
+        # A key's address needs its block number, itself a load. It is fetched one tile ahead of the copies of K and V,
+        # or those could not be under way while the tile before them is in use.
+        block_next = _load_blocks(table_ptr, begin, last, bt_b, BLOCK_SIZE, TILE)        # [TILE] or a scalar
+        for start in range(begin, last, TILE):
+            block, block_next = block_next, _load_blocks(table_ptr, start + TILE, last, bt_b, BLOCK_SIZE, TILE)
+            position = start + tl.arange(0, TILE)                                        # [TILE]
+            slot = block.to(tl.int64) * c_b + position % BLOCK_SIZE * c_s                # [TILE]
+            mask = dims < D
+            if MASKED:   # a slot past the end holds what its last owner left, NaN maybe, and 0 * NaN is NaN: not read
+                mask = mask & (position < last)[:, None]                                 # [TILE, BLOCK_D]
+            k = tl.load(k_ptr + slot[:, None] + dims * c_d, mask=mask, other=0.0)        # [TILE, BLOCK_D]
+            v = tl.load(v_ptr + slot[:, None] + dims * c_d, mask=mask, other=0.0)        # [TILE, BLOCK_D]
+            # "ieee": fp32 products in fp32. The default on NVIDIA cards, TF32, keeps 10 bits of each fraction.
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")                      # [M, TILE] fp32
+            if MASKED:
+                visible = (position < last)[None, :] & (position[None, :] <= row_position[:, None])
+                scores = tl.where(visible, scores, float("-inf"))                        # [M, TILE]
+            m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale)                      # [M]
+            # A row that has seen no key is still at -inf, and -inf - -inf is NaN. Less 0 instead: exp2(-inf) is 0.
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)                         # [M]
+            p = tl.exp2(scores * scale - shift[:, None])         # [M, TILE]; scaled here: one multiply-add a score
+            old = tl.exp2(m_i - shift)                                                   # [M]
+            l_i = l_i * old + tl.sum(p, axis=1)
+            acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
+            m_i = m_new
+    return m_i, l_i, acc
 
 
 @jit
@@ -418,164 +527,137 @@ def _find_sequence(query_start_loc, tile, S, BLOCK_Q: tl.constexpr):
     return low
 
 
-@jit
-def _attend(q, m, l, acc, k_base, v_base, table, row_position, first, last, scale, c_b, c_s, c_d, bt_b,
-            BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """The online softmax over keys first … last-1, TILE at a time, for q [M, BLOCK_D]  →  m, l [M], acc [M, BLOCK_D].
-    MASKED false: every row sees every one of these keys, and TILE divides their number."""
-    dims = tl.arange(0, BLOCK_D)[None, :]                                                # [1, BLOCK_D]
-    for start in range(first, last, TILE):
-        position = start + tl.arange(0, TILE)                                            # [TILE]
-        real = position < last
-        block = tl.load(table + position // BLOCK_SIZE * bt_b, mask=real, other=0)       # [TILE]
-        slot = block.to(tl.int64) * c_b + position % BLOCK_SIZE * c_s                    # [TILE]
-        # A slot past the end holds what its last owner left there, a NaN maybe, and 0 * NaN is NaN: it is not read.
-        at = real[:, None] & (dims < D)                                                  # [TILE, BLOCK_D]
-        k = tl.load(k_base + slot[:, None] + dims * c_d, mask=at, other=0.0)             # [TILE, BLOCK_D]
-        v = tl.load(v_base + slot[:, None] + dims * c_d, mask=at, other=0.0)             # [TILE, BLOCK_D]
-        # "ieee": fp32 products in fp32. The default on NVIDIA cards, TF32, keeps 10 bits of each fraction.
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale                  # [M, TILE] fp32
-        if MASKED:
-            visible = real[None, :] & (position[None, :] <= row_position[:, None])       # [M, TILE]
-            scores = tl.where(visible, scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, axis=1))                                    # [M]
-        # A row that has seen no key yet is still at -inf, and -inf - -inf is NaN. Less 0 instead: exp2(-inf) is 0.
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)                             # [M]
-        p = tl.exp2(scores - shift[:, None])                                             # [M, TILE]
-        old = tl.exp2(m - shift)                                                         # [M]
-        l = l * old + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
-        m = m_new
-    return m, l, acc
-
-
 # Triton compiles a kernel anew where an argument becomes 1 or divisible by 16, to make use of it: a pause of a second
 # while serving. Not so for the arguments that change from step to step.
-@functools.partial(jit, do_not_specialize=("S", "max_splits", "bt_s"))
-def _paged_attention_kernel(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out, part_acc, part_ml,
-                            scale, S, H, max_splits, q_t, q_h, q_d, c_b, c_s, c_h, c_d, bt_s, bt_b,
-                            DECODE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, G: tl.constexpr,
-                            D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr):
-    """One tile of rows against its keys, in the decode launch (DECODE) or the chunk launch.
-
-    In registers: acc [BLOCK_M, BLOCK_D] and the scores [BLOCK_M, TILE], fp32. For 128 rows, d = 128 and 64 keys that is
-    96 KiB, for each thread of 8 warps 64 + 32 registers of its 255. K and V pass through shared memory.
-    """
-    # 1) Whose rows?  Each launch leaves alone the sequences of the other kind.
-    BLOCK_Q: tl.constexpr = 1 if DECODE else BLOCK_M // G
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)                           # a chunk has split 0 only
-    if DECODE:
-        s = tile
-    else:
-        tile = tl.num_programs(0) - 1 - tile           # late tiles have the most keys to walk: they start first
-        s = _find_sequence(query_start_loc, tile, S, BLOCK_Q)
+@functools.partial(jit, do_not_specialize=("S", "bt_s"))
+def _chunk_kernel(q_ptr, k_ptr, v_ptr, query_start_loc, seq_lens, block_tables, out_ptr, scale, S, H, q_t, q_h, q_d,
+                  c_b, c_s, c_h, c_d, bt_s, bt_b, BLOCK_SIZE: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+                  BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr):
+    BLOCK_Q: tl.constexpr = BLOCK_M // G
+    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)    # late tiles, most keys: they go first
+    s = _find_sequence(query_start_loc, tile, S, BLOCK_Q)
     row0 = tl.load(query_start_loc + s).to(tl.int64)
     q_len = (tl.load(query_start_loc + s + 1) - row0).to(tl.int32)
-    seq_len = tl.load(seq_lens + s).to(tl.int32)
-    first_query = 0
-    if not DECODE:
-        first_query = ((tile - row0 // BLOCK_Q - s) * BLOCK_Q).to(tl.int32)
-    begin = split * SPLIT
-    if (q_len == 1) != DECODE or first_query >= q_len or begin >= seq_len:
+    first_query = ((tile - row0 // BLOCK_Q - s) * BLOCK_Q).to(tl.int32)
+    if q_len == 1 or first_query >= q_len:             # a decode, or a tile to spare
         return
-
-    # 2) The rows. Rows to spare are computed like the others, with q = 0, and not stored.
-    r = tl.arange(0, BLOCK_M)                                                            # [BLOCK_M]
-    dims = tl.arange(0, BLOCK_D)                                                         # [BLOCK_D]
+    r, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :]                      # [BLOCK_M], [1, BLOCK_D]
     query, head = first_query + r // G, kv_head * G + r % G                              # [BLOCK_M] each
-    real = (r < BLOCK_Q * G) & (query < q_len)                                           # [BLOCK_M]
-    at = real[:, None] & (dims < D)[None, :]                                             # [BLOCK_M, BLOCK_D]
-    q_tile = tl.load(q + ((row0 + query) * q_t + head * q_h)[:, None] + dims[None, :] * q_d, mask=at, other=0.0)
-    q_tile = q_tile.to(k_cache.dtype.element_ty)                                         # [BLOCK_M, BLOCK_D]
-    row_position = seq_len - q_len + query             # the queries are the last q_len positions of the sequence
-
-    # 3) The keys: up to `clear` they are visible to every row; from there to `end` each row has its own edge.
-    if DECODE:
-        end = tl.minimum(seq_len, begin + SPLIT)
-        clear = begin + (end - begin) // TILE * TILE
-    else:
-        end = tl.minimum(seq_len, seq_len - q_len + first_query + BLOCK_Q)
-        clear = tl.maximum(seq_len - q_len + first_query + 1, 0) // TILE * TILE
-    k_base, v_base = k_cache + kv_head.to(tl.int64) * c_h, v_cache + kv_head.to(tl.int64) * c_h
-    table = block_tables + s.to(tl.int64) * bt_s
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m, l, acc = _attend(q_tile, m, l, acc, k_base, v_base, table, row_position, begin, clear, scale,
-                        c_b, c_s, c_d, bt_b, BLOCK_SIZE, TILE, D, BLOCK_D, MASKED=False)
-    m, l, acc = _attend(q_tile, m, l, acc, k_base, v_base, table, row_position, clear, end, scale,
-                        c_b, c_s, c_d, bt_b, BLOCK_SIZE, TILE, D, BLOCK_D, MASKED=True)
-
-    # 4) The result, or this split's share of it.
-    if DECODE and seq_len > SPLIT:
-        part = (s.to(tl.int64) * H + head) * max_splits + split                          # [BLOCK_M]
-        tl.store(part_acc + part[:, None] * D + dims[None, :], acc, mask=at)
-        tl.store(part_ml + part * 2, m, mask=real)
-        tl.store(part_ml + part * 2 + 1, l, mask=real)
-    else:
-        acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]                                  # a row without keys: 0 / 1
-        tl.store(out + ((row0 + query) * H + head)[:, None] * D + dims[None, :], acc.to(out.dtype.element_ty), mask=at)
+    # Rows to spare are computed like the others, with q = 0, and not stored.
+    mask = ((r < BLOCK_Q * G) & (query < q_len))[:, None] & (dims < D)                   # [BLOCK_M, BLOCK_D]
+    q = tl.load(q_ptr + ((row0 + query) * q_t + head * q_h)[:, None] + dims * q_d, mask=mask, other=0.0)
+    before = tl.load(seq_lens + s).to(tl.int32) - q_len          # the queries are the sequence's last q_len positions
+    last = tl.minimum(before + q_len, before + first_query + BLOCK_Q)
+    clear = tl.maximum(before + first_query + 1, 0) // TILE * TILE
+    m_i, l_i, acc = _attend(q.to(k_ptr.dtype.element_ty), k_ptr + kv_head.to(tl.int64) * c_h,
+                            v_ptr + kv_head.to(tl.int64) * c_h, block_tables + s.to(tl.int64) * bt_s, before + query,
+                            0, clear, last, scale, c_b, c_s, c_d, bt_b, BLOCK_SIZE, TILE, D, BLOCK_M, BLOCK_D)
+    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]                                  # a row without keys: 0 / 1
+    tl.store(out_ptr + ((row0 + query) * H + head)[:, None] * D + dims, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@functools.partial(jit, do_not_specialize=("max_splits",))
-def _merge_splits_kernel(query_start_loc, seq_lens, out, part_acc, part_ml, H, max_splits,
-                         SPLIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
-    """A program owns one head of one long decode and adds up its splits, WIDTH at a time: the online softmax once more,
-    with a split where a key was. Nothing is lost by splitting: m, l and acc are all that the keys left behind.
+@jit
+def _split_keys(seq_len, STEP: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """How many keys a split of a sequence has: from its length alone, whatever else runs."""
+    return tl.maximum(tl.cdiv(seq_len, STEP * MAX_SPLITS), 2) * STEP
+
+
+@functools.partial(jit, do_not_specialize=("S", "max_splits", "bt_s"))
+def _decode_kernel(q_ptr, k_ptr, v_ptr, query_start_loc, seq_lens, block_tables, out_ptr, part_ptr, scale, S, H,
+                   max_splits, q_t, q_h, q_d, c_b, c_s, c_h, c_d, bt_s, bt_b, STEP: tl.constexpr,
+                   MAX_SPLITS: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK_SIZE: tl.constexpr, G: tl.constexpr,
+                   D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr):
+    # The splits of all decodes in a row. Example: of 130, 0 and 64 keys, splits of 64: 3 + 1 + 1, ends 3 4 5. So split
+    # 4 of the row is the first of s = 2. (A length of 0 is padding; it has a split all the same, which stores zeros.)
+    kv_head, i = tl.program_id(1), tl.arange(0, SEQUENCES)                               # scalar, [SEQUENCES]
+    lens = tl.load(seq_lens + i, mask=i < S, other=0).to(tl.int32)
+    q_len = tl.load(query_start_loc + i + 1, mask=i < S, other=0) - tl.load(query_start_loc + i, mask=i < S, other=0)
+    splits = tl.where(q_len == 1, tl.maximum(tl.cdiv(lens, _split_keys(lens, STEP, MAX_SPLITS)), 1), 0)
+    ends = tl.cumsum(splits)                                                             # [SEQUENCES]
+    r, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :]                      # [BLOCK_M], [1, BLOCK_D]
+    mask, head = (r < G)[:, None] & (dims < D), kv_head * G + r                          # rows to spare: G … BLOCK_M-1
+    for item in range(tl.program_id(0), tl.sum(splits), tl.num_programs(0)):
+        s = tl.sum((ends <= item).to(tl.int32))
+        split = item - tl.sum(tl.where(i < s, splits, 0))
+        row, seq_len = tl.load(query_start_loc + s).to(tl.int64), tl.load(seq_lens + s).to(tl.int32)
+        q = tl.load(q_ptr + (row * q_t + head * q_h)[:, None] + dims * q_d, mask=mask, other=0.0)
+        keys = _split_keys(seq_len, STEP, MAX_SPLITS)
+        first, last = split * keys, tl.minimum(seq_len, (split + 1) * keys)
+        m_i, l_i, acc = _attend(q.to(k_ptr.dtype.element_ty), k_ptr + kv_head.to(tl.int64) * c_h,
+                                v_ptr + kv_head.to(tl.int64) * c_h, block_tables + s.to(tl.int64) * bt_s, last + r,
+                                first, first + (last - first) // TILE * TILE, last, scale, c_b, c_s, c_d, bt_b,
+                                BLOCK_SIZE, TILE, D, BLOCK_M, BLOCK_D)
+        if seq_len > keys:                             # this split's share, to be merged
+            part = (s.to(tl.int64) * H + head) * max_splits + split                      # [BLOCK_M]
+            ml_ptr = part_ptr + S.to(tl.int64) * H * max_splits * D
+            tl.store(part_ptr + part[:, None] * D + dims, acc, mask=mask)
+            tl.store(ml_ptr + part * 2, m_i, mask=r < G)
+            tl.store(ml_ptr + part * 2 + 1, l_i, mask=r < G)
+        else:
+            acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+            tl.store(out_ptr + (row * H + head)[:, None] * D + dims, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@functools.partial(jit, do_not_specialize=("S", "max_splits"))
+def _merge_kernel(query_start_loc, seq_lens, out_ptr, part_ptr, S, H, max_splits, STEP: tl.constexpr,
+                  MAX_SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
+    """A program owns one head of one decode and adds up its splits, WIDTH at a time: the online softmax once more, with
+    a split where a key was. Nothing is lost by splitting: m_i, l_i and acc are all that the keys left behind.
     vLLM: v1/attention/ops/triton_unified_attention.py:685 reduce_segments"""
     s, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(query_start_loc + s).to(tl.int64)
-    splits = tl.cdiv(tl.load(seq_lens + s).to(tl.int32), SPLIT)
+    seq_len = tl.load(seq_lens + s).to(tl.int32)
+    splits = tl.cdiv(seq_len, _split_keys(seq_len, STEP, MAX_SPLITS))
     if tl.load(query_start_loc + s + 1) - row != 1 or splits <= 1:
         return
-    dims = tl.arange(0, BLOCK_D)                                                         # [BLOCK_D]
-    m, l, acc = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)                      # scalars, [BLOCK_D]
+    dims, ml_ptr = tl.arange(0, BLOCK_D), part_ptr + S.to(tl.int64) * H * max_splits * D
+    m_i, l_i, acc = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)                  # scalars, [BLOCK_D]
     for first in range(0, splits, WIDTH):
         i = first + tl.arange(0, WIDTH)                                                  # [WIDTH]
         part = (s * H + head) * max_splits + i                                           # [WIDTH]
-        at = (i < splits)[:, None] & (dims < D)[None, :]                                 # [WIDTH, BLOCK_D]
-        part_m = tl.load(part_ml + part * 2, mask=i < splits, other=float("-inf"))       # [WIDTH]
-        part_l = tl.load(part_ml + part * 2 + 1, mask=i < splits, other=0.0)             # [WIDTH]
-        share = tl.load(part_acc + part[:, None] * D + dims[None, :], mask=at, other=0.0)
-        m_new = tl.maximum(m, tl.max(part_m, axis=0))
-        weight, old = tl.exp2(part_m - m_new), tl.exp2(m - m_new)                        # [WIDTH], scalar
-        l = l * old + tl.sum(weight * part_l, axis=0)
+        mask = (i < splits)[:, None] & (dims < D)[None, :]                               # [WIDTH, BLOCK_D]
+        part_m = tl.load(ml_ptr + part * 2, mask=i < splits, other=float("-inf"))        # [WIDTH]
+        part_l = tl.load(ml_ptr + part * 2 + 1, mask=i < splits, other=0.0)              # [WIDTH]
+        share = tl.load(part_ptr + part[:, None] * D + dims[None, :], mask=mask, other=0.0)
+        m_new = tl.maximum(m_i, tl.max(part_m, axis=0))
+        weight, old = tl.exp2(part_m - m_new), tl.exp2(m_i - m_new)                      # [WIDTH], scalar
+        l_i = l_i * old + tl.sum(weight * part_l, axis=0)
         acc = acc * old + tl.sum(weight[:, None] * share, axis=0)                        # [BLOCK_D]
-        m = m_new
-    tl.store(out + (row * H + head) * D + dims, (acc / l).to(out.dtype.element_ty), mask=dims < D)
+        m_i = m_new
+    tl.store(out_ptr + (row * H + head) * D + dims, (acc / l_i).to(out_ptr.dtype.element_ty), mask=dims < D)
 
 
-def paged_attention_triton(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, scale, plan=None):
-    """`paged_attention` in up to three launches. Nothing waits for the GPU: the grids are upper bounds, made of shapes
-    alone (so a CUDA graph can hold them), and a program with nothing to do returns. `plan` is the twin's and unused."""
+def paged_attention_triton(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, scale, plan=None,
+                           scratch=None):
+    """`paged_attention`, scale > 0. Nothing waits for the GPU: the grids are made of shapes alone (so a CUDA graph can
+    hold them), and a program with nothing to do returns. Rows that no sequence owns are left as they are.
+    scratch: SCRATCH fp32 numbers that calls share, or None: made for this call. `plan` is the twin's and unused."""
     (T, H, d), S, (_, block_size, Hkv, _) = q.shape, len(seq_lens), k_cache.shape
     assert k_cache.stride() == v_cache.stride(), "K and V are laid out alike"
-    G, BLOCK_D, limit = H // Hkv, max(triton.next_power_of_2(d), 16), shared_memory_limit(q.device)
+    G, BLOCK_D, size = H // Hkv, max(triton.next_power_of_2(d), 16), k_cache.element_size()
     query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
-    out = torch.zeros(T, H, d, dtype=q.dtype, device=q.device)                           # padding rows stay 0
-    max_splits = triton.cdiv(block_tables.shape[1] * block_size, SPLIT)
-    part_acc, part_ml = out, out                       # where no sequence can be longer than a split, nothing is split
-    if max_splits > 1:
-        part_acc = torch.empty(S, H, max_splits, d, dtype=torch.float32, device=q.device)
-        part_ml = torch.empty(S, H, max_splits, 2, dtype=torch.float32, device=q.device)
+    out, here = q.new_empty(T, H, d), card(q.device)                                     # [T, H, d]
+    max_splits = min(triton.cdiv(block_tables.shape[1] * block_size, 2 * SPLIT_STEP), MAX_SPLITS)
+    a_pass = min(SCRATCH // (H * max_splits * (d + 2)), SEQUENCES) // 4 * 4       # slices of int32: aligned to 16 bytes
+    strides = *q.stride(), *k_cache.stride(), *block_tables.stride()
+    sizes = dict(BLOCK_SIZE=block_size, G=G, D=d, BLOCK_D=BLOCK_D)
+    splitting = dict(STEP=SPLIT_STEP, MAX_SPLITS=MAX_SPLITS)
 
-    def launch(tiles, decode):
-        BLOCK_M, TILE, warps, stages = choose_tile(tiles, d, G, k_cache.element_size(), limit)
-        grid = (S, Hkv, max_splits) if decode else (T // (BLOCK_M // G) + S, Hkv, 1)
-        _paged_attention_kernel[grid](
-            q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out, part_acc, part_ml, scale * LOG2_E,
-            S, H, max_splits, *q.stride(), *k_cache.stride(), *block_tables.stride(), DECODE=decode, SPLIT=SPLIT,
-            BLOCK_SIZE=block_size, G=G, D=d, BLOCK_D=BLOCK_D, BLOCK_M=BLOCK_M, TILE=TILE,
-            num_warps=warps, num_stages=stages)
-
-    launch(DECODE_TILES, decode=True)
-    if max_splits > 1:
-        _merge_splits_kernel[(S, H)](query_start_loc, seq_lens, out, part_acc, part_ml, H, max_splits,
-                                     SPLIT=SPLIT, D=d, BLOCK_D=BLOCK_D, WIDTH=16)
+    (BLOCK_M, TILE, warps, stages), programs = choose_tile(DECODE_TILES, 4, d, G, size, here)
+    for first in range(0, S, a_pass):
+        starts, lens, tables = query_start_loc[first:], seq_lens[first:first + a_pass], block_tables[first:]
+        n = len(lens)
+        part = scratch if scratch is not None else out.new_empty(n * H * max_splits * (d + 2), dtype=torch.float32)
+        _decode_kernel[min(n * max_splits, max(here.sms * programs // Hkv, 1)), Hkv](
+            q, k_cache, v_cache, starts, lens, tables, out, part, scale * LOG2_E, n, H, max_splits, *strides,
+            SEQUENCES=SEQUENCES, BLOCK_M=BLOCK_M, TILE=TILE, num_warps=warps, num_stages=stages, **splitting, **sizes)
+        if max_splits > 1:
+            _merge_kernel[n, H](starts, lens, out, part, n, H, max_splits, D=d, BLOCK_D=BLOCK_D, WIDTH=32, **splitting)
     if T != S:                                         # every sequence has a row at least: T = S says, decodes only
-        launch(CHUNK_TILES, decode=False)
+        (BLOCK_M, TILE, warps, stages), _ = choose_tile(CHUNK_TILES, 1, d, G, size, here)
+        _chunk_kernel[T // (BLOCK_M // G) + S, Hkv](
+            q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out, scale * LOG2_E, S, H, *strides,
+            BLOCK_M=BLOCK_M, TILE=TILE, num_warps=warps, num_stages=stages, **sizes)
     return out
 
 

@@ -181,11 +181,11 @@ def batches(draw, max_sequences=4):
 @contextlib.contextmanager
 def small_split(keys=64):
     """Splits of 64 keys instead of 512, so that a short context has several."""
-    before, kernels.SPLIT = kernels.SPLIT, keys
+    before, kernels.SPLIT_STEP = kernels.SPLIT_STEP, keys // 2
     try:
         yield
     finally:
-        kernels.SPLIT = before
+        kernels.SPLIT_STEP = before
 
 
 @settings(quick, max_examples=24)
@@ -290,10 +290,10 @@ def test_rows_that_no_sequence_owns_are_zeros():
 def test_the_smallest_tile_is_always_left(monkeypatch):
     """On a card where all tiles but the smallest are too large, the smallest runs; where even that is, it is said."""
     b = example_batch([70, 33], [1, 20], H=4, Hkv=2, d=64, dtype=torch.float16)
-    monkeypatch.setattr(kernels, "shared_memory_limit", lambda device: 12 * 1024)
+    monkeypatch.setattr(kernels, "card", lambda device: kernels.Card(2, 12 * 1024, 12 * 1024))
     assert kernels.choose_tile(kernels.CHUNK_TILES, 64, 2, 2, 12 * 1024)[:2] == (16, 16)
     both(lambda ops: attend(ops, b), torch.float16)
-    monkeypatch.setattr(kernels, "shared_memory_limit", lambda device: 1024)
+    monkeypatch.setattr(kernels, "card", lambda device: kernels.Card(2, 1024, 1024))
     with pytest.raises(ValueError, match="head size 64.*1024 bytes.*--attention-backend torch"):
         attend(KERNEL, b)
 
