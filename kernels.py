@@ -347,11 +347,11 @@ def slots_of(block_tables, positions, block_size):
     return blocks * block_size + positions % block_size                                               # [n, L]
 
 
-# The same on a GPU. First a rung below: one head of one sequence, keys and values dense, every row sees every key.
-# The *online softmax* (在线 softmax) walks the keys tile by tile and carries for each row m_i, its largest score so far,
-# l_i, the sum of exp(score - m_i), and acc, the sum of exp(score - m_i) * v. When a tile brings a larger m_i, the old
-# l_i and acc are scaled by exp(old - new); at the end acc / l_i is the attention. The scores never reach memory.
-# exp(x) is exp2(x * log2 e), and exp2 is one instruction of a GPU: so scores, m_i too, are in *log2 units*.
+# The same on a GPU. First a rung below: one head of one sequence, K and V dense, every row sees every key.
+# The *online softmax* walks the keys tile by tile and carries for each row m_i, its largest score so far, l_i, the sum
+# of exp(score - m_i), and acc, the sum of exp(score - m_i) * v. When a tile brings a larger m_i, the old l_i and acc
+# are scaled by exp(old - new); at the end acc / l_i is the attention. The scores [queries, keys] never reach memory.
+# A GPU has an instruction for exp2, not exp. So scores, and m_i, are in *log2 units*: times log2 e beforehand.
 
 LOG2_E = 1.4426950408889634
 
@@ -386,8 +386,8 @@ def _dense_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, scale, M, L, D: tl.con
 
 
 def dense_attention_triton(q, k, v, scale):
-    """`dense_attention` of dense tensors, d a power of two from 16 on: 16 is the least that tl.dot multiplies."""
-    (M, d), out = q.shape, torch.empty_like(q)
+    """`dense_attention` of contiguous tensors, d a power of two, at least 16."""
+    (M, d), out = q.shape, q.new_empty(q.shape)
     _dense_attention_kernel[(triton.cdiv(M, 16),)](q, k, v, out, scale * LOG2_E, M, len(k), D=d, BLOCK_M=16, TILE=32)
     return out
 
@@ -395,70 +395,64 @@ def dense_attention_triton(q, k, v, scale):
 # Now paged and ragged. A program owns a *tile of rows*: BLOCK_Q consecutive queries of one sequence times the G query
 # heads of one KV head, row r being query r // G and head r % G. So each key that it reads serves all G heads.
 #
-#   chunk launch    grid (tiles, Hkv)         a tile is up to 128 rows of a chunk; one program walks all their keys
-#   decode launch   grid (programs, Hkv)      a tile is one query, G rows of the 16 that tl.dot wants at least; its keys
-#                                             are cut into splits, and the programs, as many as the card holds, stride
-#                                             over the splits of all sequences: a long one keeps nobody waiting
-#   merge launch    grid (S, H)               adds up the splits of a decode
+#   decode launch   grid (programs, Hkv)   a tile is one query: G rows of the 16 that tl.dot multiplies at least. Its
+#                                          keys are cut into splits, and as many programs as the card holds stride over
+#                                          the splits of all sequences: a long one among short ones is shared out
+#   chunk launch    grid (tiles, Hkv)      a tile is up to 128 rows of a chunk; one program walks all their keys
+#   merge launch    grid (S, H)            adds up the splits of each decode
 #
-# What a row sums, and in which order, follows from its own position and its sequence's length, and a masked key adds an
-# exact 0. That is why a sequence gets the same bits alone and in company.
+# What a row sums, and in which order, follows from its position and its sequence's length alone, and a masked key adds
+# an exact 0. That is why a sequence gets the same bits alone and in company.
 
-# A decode of L keys has splits of at least 64, and at most 128 splits: from 8,192 keys on one sequence with one KV head
-# (70B, TP=8) busies 86 to 128 of a card's 132 multiprocessors, and a batch of eight all of them from 1,088 keys on.
+# A split has 64 keys, and more of them (in steps of 32) only where there would be over 128 splits. So of 132
+# multiprocessors eight sequences with one KV head (70B at TP 8) busy all from 1,025 keys on, one 86 from 5,441 on.
 SPLIT_STEP, MAX_SPLITS = 32, 128
-# A split leaves d + 2 fp32 numbers a head. Of these all layers and steps share SCRATCH numbers, enough for 256 sequences
-# of 8 heads of 128; a batch with more takes several passes. 256 is also what a program of the decode launch counts.
-SCRATCH, SEQUENCES = 256 * MAX_SPLITS * 8 * (128 + 2), 256
+# A split leaves d + 2 fp32 numbers a head; SCRATCH has room for 256 sequences of 8 heads of 128: 130 MiB. A batch that
+# needs more takes several passes, also one of more than SEQUENCES: so many does a program look at to find its work.
+SEQUENCES, SCRATCH = 256, 256 * MAX_SPLITS * 8 * (128 + 2)
 
-# (rows, keys, warps, stages), the first that fits. While one tile of keys is in use, stages - 2 are on their way.
-# Prefill wants its tile large: every key is then read for more rows. A decode waits for memory alone, and four programs
-# on a multiprocessor hide the wait of each other; so a tile may take a quarter of its shared memory.
-CHUNK_TILES = ((128, 128, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 8, 3), (64, 32, 8, 2), (32, 32, 4, 3),
-               (16, 16, 4, 2))
+# (rows, keys, warps, stages), the first that fits: while a tile of keys is in use, stages - 2 are on their way. Prefill
+# wants a large tile, for each key then serves more rows. A decode waits for memory alone: three programs take turns.
+CHUNK_TILES = ((128, 128, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 8, 3), (64, 32, 8, 3), (64, 32, 8, 2),
+               (32, 32, 4, 3), (16, 16, 4, 2))
 DECODE_TILES = ((16, 32, 4, 4), (16, 32, 4, 3), (16, 16, 4, 3), (16, 16, 4, 2))
 FP32_TILES = ((16, 16, 4, 3), (16, 16, 4, 2))          # exact fp32 is not for the tensor cores; larger ones spill
-
-
-class Card(NamedTuple):
-    sms: int                         # multiprocessors
-    shared: int                      # bytes of shared memory that a program may take
-    shared_sm: int                   # bytes that a multiprocessor has for all its programs
-
-
-@functools.lru_cache(maxsize=None)
-def card(device):
-    """The card's Card; for the interpreter one so small that programs have to stride."""
-    if device.type == "cpu":
-        return Card(2, 227 * 1024, 228 * 1024)
-    c = torch.cuda.get_device_properties(device)
-    shared = getattr(c, "shared_memory_per_block_optin", 0) or c.shared_memory_per_block
-    return Card(c.multi_processor_count, shared, max(shared, getattr(c, "shared_memory_per_multiprocessor", 0)))
 
 
 def tile_bytes(rows, keys, stages, BLOCK_D, itemsize):
     """Shared memory of a program on an NVIDIA card, at most.
     Example: (128, 128, 8, 3) in bf16 at d = 128: q 32 KiB, K and V 3 * (32 + 32) KiB: 224 of an H100's 227.
     The third K and V are Hopper's: from 64 rows on its tensor cores read shared memory themselves and let go of a tile
-    one step later. With fewer rows, 2 KiB go to what the warps tell each other for the softmax."""
+    one step later. With fewer rows, up to 2 KiB are what the warps tell each other for the softmax."""
     return itemsize * BLOCK_D * (rows + 2 * (stages - 1 + (rows >= 64)) * keys) + 2048 * (rows < 64)
 
 
 @functools.lru_cache(maxsize=None)
-def choose_tile(tiles, programs, d, G, itemsize, card):
-    """The first of `tiles` of which `programs` fit on a multiprocessor at a time, or else half as many …
+def choose_tile(decode, d, G, itemsize, card):
+    """The first tile of which 3 programs (decodes) or 1 (chunks) fit on a multiprocessor, or for decodes at least 1
     →  (rows, keys, warps, stages), programs. ValueError where none does: now, not as a launch that fails elsewhere.
     vLLM: v1/attention/ops/triton_unified_attention.py:784 _get_tile_size."""
-    BLOCK_D = max(triton.next_power_of_2(d), 16)
-    while programs:
-        for rows, keys, warps, stages in FP32_TILES if itemsize == 4 else tiles:
-            rows = max(rows, triton.next_power_of_2(G))
-            # Each program costs a multiprocessor 1 KiB beyond its own.
-            if tile_bytes(rows, keys, stages, BLOCK_D, itemsize) <= min(card.shared, card.shared_sm // programs - 1024):
+    (_, shared, shared_sm), BLOCK_D = card, max(triton.next_power_of_2(d), 16)
+    for programs in (3, 1) if decode else (1,):
+        for tile in FP32_TILES if itemsize == 4 else DECODE_TILES if decode else CHUNK_TILES:
+            rows, (keys, warps, stages) = max(tile[0], triton.next_power_of_2(G)), tile[1:]
+            need, floats = tile_bytes(rows, keys, stages, BLOCK_D, itemsize), rows * (BLOCK_D + keys) // (32 * warps)
+            # 1 KiB of a multiprocessor goes with each program. acc and scores may fill half a thread's 255 registers.
+            if need <= min(shared, shared_sm // programs - 1024) and (floats <= 128 or tile[0] == 16):
                 return (rows, keys, warps, stages), programs
-        programs //= 2
     raise ValueError(f"no attention tile for head size {d}, {G} query heads a KV head and {itemsize}-byte elements fits"
-                     f" into {card.shared} bytes of shared memory; --attention-backend torch can run it")
+                     f" into {shared} bytes of shared memory; --attention-backend torch can run it")
+
+
+@functools.lru_cache(maxsize=None)
+def card_of(device):
+    """(multiprocessors, bytes of shared memory a program may take, bytes a multiprocessor has for all of its programs).
+    For the interpreter: so few multiprocessors that programs must stride."""
+    if device.type == "cpu":
+        return 2, 227 << 10, 228 << 10
+    card = torch.cuda.get_device_properties(device)
+    shared = getattr(card, "shared_memory_per_block_optin", 0) or card.shared_memory_per_block
+    return card.multi_processor_count, shared, getattr(card, "shared_memory_per_multiprocessor", shared + 1024)
 
 
 @jit
@@ -473,8 +467,8 @@ def _load_blocks(table_ptr, start, last, bt_b, BLOCK_SIZE: tl.constexpr, TILE: t
 @jit
 def _attend(q, k_ptr, v_ptr, table_ptr, row_position, first, clear, end, scale, c_b, c_s, c_d, bt_b,
             BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The online softmax over keys first … end-1, for q [M, BLOCK_D]  →  l_i [M], m_i [M], acc [M, BLOCK_D]. Two loops:
-    keys before `clear` are visible to every row, and whole tiles of them; from there on each row has its own edge.
+    """The online softmax over keys first … end-1, for q [M, BLOCK_D]  →  m_i, l_i [M], acc [M, BLOCK_D]. In two loops:
+    the keys before `clear` are whole tiles and visible to every row; from there on each row has its own edge.
     In registers: acc [M, BLOCK_D] and the scores [M, TILE], fp32. For 128 rows, d = 128 and 128 keys that is 128 KiB,
     for each thread of 8 warps 64 + 64 registers of its 255. K and V pass through shared memory."""
     dims = tl.arange(0, BLOCK_D)[None, :]                                                # [1, BLOCK_D]
@@ -512,94 +506,73 @@ def _attend(q, k_ptr, v_ptr, table_ptr, row_position, first, clear, end, scale, 
 
 
 @jit
-def _find_sequence(query_start_loc, tile, S, BLOCK_Q: tl.constexpr):
-    """The sequence that owns `tile`, by bisection. Sequence s begins at tile query_start_loc[s] // BLOCK_Q + s: the + s
-    leaves each earlier one a tile to round up with, so no two overlap, and T // BLOCK_Q + S tiles are enough: a grid
-    made without asking the GPU for chunk lengths.
-    Example: BLOCK_Q 4, chunks of 6 and 1 tokens, query_start_loc 0 6 7: s = 0 owns tiles 0 and 1, s = 1 tile 2."""
-    low, high = 0, S
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= tile:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-# Triton compiles a kernel anew where an argument becomes 1 or divisible by 16, to make use of it: a pause of a second
-# while serving. Not so for the arguments that change from step to step.
-@functools.partial(jit, do_not_specialize=("S", "bt_s"))
-def _chunk_kernel(q_ptr, k_ptr, v_ptr, query_start_loc, seq_lens, block_tables, out_ptr, scale, S, H, q_t, q_h, q_d,
-                  c_b, c_s, c_h, c_d, bt_s, bt_b, BLOCK_SIZE: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-                  BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr):
-    BLOCK_Q: tl.constexpr = BLOCK_M // G
-    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)    # late tiles, most keys: they go first
-    s = _find_sequence(query_start_loc, tile, S, BLOCK_Q)
-    row0 = tl.load(query_start_loc + s).to(tl.int64)
-    q_len = (tl.load(query_start_loc + s + 1) - row0).to(tl.int32)
-    first_query = ((tile - row0 // BLOCK_Q - s) * BLOCK_Q).to(tl.int32)
-    if q_len == 1 or first_query >= q_len:             # a decode, or a tile to spare
-        return
-    r, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :]                      # [BLOCK_M], [1, BLOCK_D]
-    query, head = first_query + r // G, kv_head * G + r % G                              # [BLOCK_M] each
-    # Rows to spare are computed like the others, with q = 0, and not stored.
-    mask = ((r < BLOCK_Q * G) & (query < q_len))[:, None] & (dims < D)                   # [BLOCK_M, BLOCK_D]
-    q = tl.load(q_ptr + ((row0 + query) * q_t + head * q_h)[:, None] + dims * q_d, mask=mask, other=0.0)
-    before = tl.load(seq_lens + s).to(tl.int32) - q_len          # the queries are the sequence's last q_len positions
-    last = tl.minimum(before + q_len, before + first_query + BLOCK_Q)
-    clear = tl.maximum(before + first_query + 1, 0) // TILE * TILE
-    m_i, l_i, acc = _attend(q.to(k_ptr.dtype.element_ty), k_ptr + kv_head.to(tl.int64) * c_h,
-                            v_ptr + kv_head.to(tl.int64) * c_h, block_tables + s.to(tl.int64) * bt_s, before + query,
-                            0, clear, last, scale, c_b, c_s, c_d, bt_b, BLOCK_SIZE, TILE, D, BLOCK_M, BLOCK_D)
-    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]                                  # a row without keys: 0 / 1
-    tl.store(out_ptr + ((row0 + query) * H + head)[:, None] * D + dims, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@jit
 def _split_keys(seq_len, STEP: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """How many keys a split of a sequence has: from its length alone, whatever else runs."""
     return tl.maximum(tl.cdiv(seq_len, STEP * MAX_SPLITS), 2) * STEP
 
 
-@functools.partial(jit, do_not_specialize=("S", "max_splits", "bt_s"))
-def _decode_kernel(q_ptr, k_ptr, v_ptr, query_start_loc, seq_lens, block_tables, out_ptr, part_ptr, scale, S, H,
-                   max_splits, q_t, q_h, q_d, c_b, c_s, c_h, c_d, bt_s, bt_b, STEP: tl.constexpr,
-                   MAX_SPLITS: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK_SIZE: tl.constexpr, G: tl.constexpr,
-                   D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr):
-    # The splits of all decodes in a row. Example: of 130, 0 and 64 keys, splits of 64: 3 + 1 + 1, ends 3 4 5. So split
-    # 4 of the row is the first of s = 2. (A length of 0 is padding; it has a split all the same, which stores zeros.)
+# Triton compiles a kernel anew where an argument becomes 1 or divisible by 16, to make use of it: a pause of a second
+# while serving. Not so for the arguments that change from step to step.
+@functools.partial(jit, do_not_specialize=("S", "most_splits", "bt_s"))
+def _paged_attention_kernel(q_ptr, k_ptr, v_ptr, query_start_loc, seq_lens, block_tables, out_ptr, part_ptr, scale,
+                            S, H, most_splits, q_t, q_h, q_d, c_b, c_s, c_h, c_d, bt_s, bt_b, DECODE: tl.constexpr,
+                            STEP: tl.constexpr, MAX_SPLITS: tl.constexpr, SEQUENCES: tl.constexpr,
+                            BLOCK_SIZE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                            BLOCK_M: tl.constexpr, TILE: tl.constexpr):
+    BLOCK_Q: tl.constexpr = 1 if DECODE else BLOCK_M // G
     kv_head, i = tl.program_id(1), tl.arange(0, SEQUENCES)                               # scalar, [SEQUENCES]
-    lens = tl.load(seq_lens + i, mask=i < S, other=0).to(tl.int32)
-    q_len = tl.load(query_start_loc + i + 1, mask=i < S, other=0) - tl.load(query_start_loc + i, mask=i < S, other=0)
-    splits = tl.where(q_len == 1, tl.maximum(tl.cdiv(lens, _split_keys(lens, STEP, MAX_SPLITS)), 1), 0)
-    ends = tl.cumsum(splits)                                                             # [SEQUENCES]
+    # 1) What is there to do?  The splits of all decodes in a row, or the tiles of all chunks; the others have none.
+    #    Example: decodes of 130, 0 and 64 keys in splits of 64: 3 + 1 + 1 pieces, ends 3 4 5, and piece 4 is s = 2's
+    #    first. (A length of 0 is padding; it has a split all the same, which stores zeros.)
+    lens = tl.load(seq_lens + i, mask=i < S, other=0).to(tl.int32)                       # [SEQUENCES] each
+    rows = tl.load(query_start_loc + i + 1, mask=i < S, other=0) - tl.load(query_start_loc + i, mask=i < S, other=0)
+    if DECODE:
+        pieces = tl.where(rows == 1, tl.maximum(tl.cdiv(lens, _split_keys(lens, STEP, MAX_SPLITS)), 1), 0)
+    else:
+        pieces = tl.where(rows > 1, tl.cdiv(rows, BLOCK_Q), 0)
+    ends, total = tl.cumsum(pieces), tl.sum(pieces)                                      # [SEQUENCES], scalar
     r, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :]                      # [BLOCK_M], [1, BLOCK_D]
-    mask, head = (r < G)[:, None] & (dims < D), kv_head * G + r                          # rows to spare: G … BLOCK_M-1
-    for item in range(tl.program_id(0), tl.sum(splits), tl.num_programs(0)):
-        s = tl.sum((ends <= item).to(tl.int32))
-        split = item - tl.sum(tl.where(i < s, splits, 0))
-        row, seq_len = tl.load(query_start_loc + s).to(tl.int64), tl.load(seq_lens + s).to(tl.int32)
-        q = tl.load(q_ptr + (row * q_t + head * q_h)[:, None] + dims * q_d, mask=mask, other=0.0)
+    for turn in range(tl.program_id(0), total, tl.num_programs(0)):
+        piece = total - 1 - turn                       # late tiles of a chunk have the most keys to walk: they go first
+        s = tl.sum((ends <= piece).to(tl.int32))
+        piece -= tl.sum(tl.where(i < s, pieces, 0))    # now counted within its sequence
+
+        # 2) Its rows. Rows to spare are computed like the others, with q = 0, and not stored.
+        row0 = tl.load(query_start_loc + s).to(tl.int64)
+        q_len = (tl.load(query_start_loc + s + 1) - row0).to(tl.int32)
+        seq_len = tl.load(seq_lens + s).to(tl.int32)
+        first_query = 0 if DECODE else piece * BLOCK_Q
+        query, head = first_query + r // G, kv_head * G + r % G                          # [BLOCK_M] each
+        real = (r < BLOCK_Q * G) & (query < q_len)                                       # [BLOCK_M]
+        mask = real[:, None] & (dims < D)                                                # [BLOCK_M, BLOCK_D]
+        q = tl.load(q_ptr + ((row0 + query) * q_t + head * q_h)[:, None] + dims * q_d, mask=mask, other=0.0)
+
+        # 3) Its keys: before `clear` all rows see all of them. The queries are the sequence's last q_len positions.
         keys = _split_keys(seq_len, STEP, MAX_SPLITS)
-        first, last = split * keys, tl.minimum(seq_len, (split + 1) * keys)
-        m_i, l_i, acc = _attend(q.to(k_ptr.dtype.element_ty), k_ptr + kv_head.to(tl.int64) * c_h,
-                                v_ptr + kv_head.to(tl.int64) * c_h, block_tables + s.to(tl.int64) * bt_s, last + r,
-                                first, first + (last - first) // TILE * TILE, last, scale, c_b, c_s, c_d, bt_b,
-                                BLOCK_SIZE, TILE, D, BLOCK_M, BLOCK_D)
-        if seq_len > keys:                             # this split's share, to be merged
-            part = (s.to(tl.int64) * H + head) * max_splits + split                      # [BLOCK_M]
-            ml_ptr = part_ptr + S.to(tl.int64) * H * max_splits * D
-            tl.store(part_ptr + part[:, None] * D + dims, acc, mask=mask)
-            tl.store(ml_ptr + part * 2, m_i, mask=r < G)
-            tl.store(ml_ptr + part * 2 + 1, l_i, mask=r < G)
+        if DECODE:
+            first, end = piece * keys, tl.minimum(seq_len, (piece + 1) * keys)
+            clear = first + (end - first) // TILE * TILE
         else:
-            acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-            tl.store(out_ptr + (row * H + head)[:, None] * D + dims, acc.to(out_ptr.dtype.element_ty), mask=mask)
+            first, end = 0, tl.minimum(seq_len, seq_len - q_len + first_query + BLOCK_Q)
+            clear = tl.maximum(seq_len - q_len + first_query + 1, 0) // TILE * TILE
+        m_i, l_i, acc = _attend(q.to(k_ptr.dtype.element_ty), k_ptr + kv_head.to(tl.int64) * c_h,
+                                v_ptr + kv_head.to(tl.int64) * c_h, block_tables + s.to(tl.int64) * bt_s,
+                                seq_len - q_len + query, first, clear, end, scale, c_b, c_s, c_d, bt_b,
+                                BLOCK_SIZE, TILE, D, BLOCK_M, BLOCK_D)
+
+        # 4) The result, or this split's share of it.
+        if DECODE and seq_len > keys:
+            at = part_ptr + ((s.to(tl.int64) * H + head) * most_splits + piece) * (D + 2)    # [BLOCK_M]
+            tl.store(at[:, None] + dims, acc, mask=mask)
+            tl.store(at + D, m_i, mask=real)
+            tl.store(at + D + 1, l_i, mask=real)
+        else:
+            acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]                          # a row without keys: 0 / 1
+            tl.store(out_ptr + ((row0 + query) * H + head)[:, None] * D + dims, acc.to(out_ptr.dtype.element_ty), mask)
 
 
-@functools.partial(jit, do_not_specialize=("S", "max_splits"))
-def _merge_kernel(query_start_loc, seq_lens, out_ptr, part_ptr, S, H, max_splits, STEP: tl.constexpr,
+@functools.partial(jit, do_not_specialize=("most_splits",))
+def _merge_kernel(query_start_loc, seq_lens, out_ptr, part_ptr, H, most_splits, STEP: tl.constexpr,
                   MAX_SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
     """A program owns one head of one decode and adds up its splits, WIDTH at a time: the online softmax once more, with
     a split where a key was. Nothing is lost by splitting: m_i, l_i and acc are all that the keys left behind.
@@ -610,15 +583,15 @@ def _merge_kernel(query_start_loc, seq_lens, out_ptr, part_ptr, S, H, max_splits
     splits = tl.cdiv(seq_len, _split_keys(seq_len, STEP, MAX_SPLITS))
     if tl.load(query_start_loc + s + 1) - row != 1 or splits <= 1:
         return
-    dims, ml_ptr = tl.arange(0, BLOCK_D), part_ptr + S.to(tl.int64) * H * max_splits * D
+    dims = tl.arange(0, BLOCK_D)                                                         # [BLOCK_D]
     m_i, l_i, acc = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)                  # scalars, [BLOCK_D]
     for first in range(0, splits, WIDTH):
         i = first + tl.arange(0, WIDTH)                                                  # [WIDTH]
-        part = (s * H + head) * max_splits + i                                           # [WIDTH]
+        at = part_ptr + ((s * H + head) * most_splits + i) * (D + 2)                     # [WIDTH]
         mask = (i < splits)[:, None] & (dims < D)[None, :]                               # [WIDTH, BLOCK_D]
-        part_m = tl.load(ml_ptr + part * 2, mask=i < splits, other=float("-inf"))        # [WIDTH]
-        part_l = tl.load(ml_ptr + part * 2 + 1, mask=i < splits, other=0.0)              # [WIDTH]
-        share = tl.load(part_ptr + part[:, None] * D + dims[None, :], mask=mask, other=0.0)
+        share = tl.load(at[:, None] + dims[None, :], mask=mask, other=0.0)               # [WIDTH, BLOCK_D]
+        part_m = tl.load(at + D, mask=i < splits, other=float("-inf"))                   # [WIDTH]
+        part_l = tl.load(at + D + 1, mask=i < splits, other=0.0)                         # [WIDTH]
         m_new = tl.maximum(m_i, tl.max(part_m, axis=0))
         weight, old = tl.exp2(part_m - m_new), tl.exp2(m_i - m_new)                      # [WIDTH], scalar
         l_i = l_i * old + tl.sum(weight * part_l, axis=0)
@@ -629,35 +602,29 @@ def _merge_kernel(query_start_loc, seq_lens, out_ptr, part_ptr, S, H, max_splits
 
 def paged_attention_triton(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, scale, plan=None,
                            scratch=None):
-    """`paged_attention`, scale > 0. Nothing waits for the GPU: the grids are made of shapes alone (so a CUDA graph can
-    hold them), and a program with nothing to do returns. Rows that no sequence owns are left as they are.
-    scratch: SCRATCH fp32 numbers that calls share, or None: made for this call. `plan` is the twin's and unused."""
+    """`paged_attention`, scale > 0; rows that no sequence owns are left unwritten. Nothing waits for the GPU: the grids
+    are upper bounds, made of shapes alone (so a CUDA graph can hold them), and a program with nothing to do returns.
+    scratch: SCRATCH fp32 numbers that all calls share, or None: made for this call. `plan` is the twin's and unused."""
     (T, H, d), S, (_, block_size, Hkv, _) = q.shape, len(seq_lens), k_cache.shape
     assert k_cache.stride() == v_cache.stride(), "K and V are laid out alike"
-    G, BLOCK_D, size = H // Hkv, max(triton.next_power_of_2(d), 16), k_cache.element_size()
-    query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
-    out, here = q.new_empty(T, H, d), card(q.device)                                     # [T, H, d]
-    max_splits = min(triton.cdiv(block_tables.shape[1] * block_size, 2 * SPLIT_STEP), MAX_SPLITS)
-    a_pass = min(SCRATCH // (H * max_splits * (d + 2)), SEQUENCES) // 4 * 4       # slices of int32: aligned to 16 bytes
-    strides = *q.stride(), *k_cache.stride(), *block_tables.stride()
-    sizes = dict(BLOCK_SIZE=block_size, G=G, D=d, BLOCK_D=BLOCK_D)
-    splitting = dict(STEP=SPLIT_STEP, MAX_SPLITS=MAX_SPLITS)
-
-    (BLOCK_M, TILE, warps, stages), programs = choose_tile(DECODE_TILES, 4, d, G, size, here)
+    G, BLOCK_D, card = H // Hkv, max(triton.next_power_of_2(d), 16), card_of(q.device)
+    query_start_loc, seq_lens, out = query_start_loc.contiguous(), seq_lens.contiguous(), q.new_empty(T, H, d)
+    most_splits = max(min(triton.cdiv(block_tables.shape[1] * block_size, 2 * SPLIT_STEP), MAX_SPLITS), 1)
+    a_pass = min(SCRATCH // (H * most_splits * (d + 2)), SEQUENCES) // 4 * 4     # slices of int32: aligned to 16 bytes
+    sizes = dict(STEP=SPLIT_STEP, MAX_SPLITS=MAX_SPLITS, D=d, BLOCK_D=BLOCK_D)
     for first in range(0, S, a_pass):
         starts, lens, tables = query_start_loc[first:], seq_lens[first:first + a_pass], block_tables[first:]
         n = len(lens)
-        part = scratch if scratch is not None else out.new_empty(n * H * max_splits * (d + 2), dtype=torch.float32)
-        _decode_kernel[min(n * max_splits, max(here.sms * programs // Hkv, 1)), Hkv](
-            q, k_cache, v_cache, starts, lens, tables, out, part, scale * LOG2_E, n, H, max_splits, *strides,
-            SEQUENCES=SEQUENCES, BLOCK_M=BLOCK_M, TILE=TILE, num_warps=warps, num_stages=stages, **splitting, **sizes)
-        if max_splits > 1:
-            _merge_kernel[n, H](starts, lens, out, part, n, H, max_splits, D=d, BLOCK_D=BLOCK_D, WIDTH=32, **splitting)
-    if T != S:                                         # every sequence has a row at least: T = S says, decodes only
-        (BLOCK_M, TILE, warps, stages), _ = choose_tile(CHUNK_TILES, 1, d, G, size, here)
-        _chunk_kernel[T // (BLOCK_M // G) + S, Hkv](
-            q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out, scale * LOG2_E, S, H, *strides,
-            BLOCK_M=BLOCK_M, TILE=TILE, num_warps=warps, num_stages=stages, **sizes)
+        parts = scratch if scratch is not None else out.new_empty(n * H * most_splits * (d + 2), dtype=torch.float32)
+        for decode in (True, False)[:1 + (T != S)]:    # every sequence has a row at least: T = S says, decodes only
+            (BLOCK_M, TILE, warps, stages), programs = choose_tile(decode, d, G, k_cache.element_size(), card)
+            pieces = min(n * most_splits, -(-card[0] * programs // Hkv)) if decode else T // (BLOCK_M // G) + n
+            _paged_attention_kernel[pieces, Hkv](
+                q, k_cache, v_cache, starts, lens, tables, out, parts, scale * LOG2_E, n, H, most_splits, *q.stride(),
+                *k_cache.stride(), *tables.stride(), DECODE=decode, SEQUENCES=SEQUENCES, BLOCK_SIZE=block_size, G=G,
+                BLOCK_M=BLOCK_M, TILE=TILE, num_warps=warps, num_stages=stages, **sizes)
+        if most_splits > 1:
+            _merge_kernel[n, H](starts, lens, out, parts, H, most_splits, WIDTH=32, **sizes)
     return out
 
 
@@ -686,4 +653,7 @@ def select_backend(name, device):
     if not on_gpu and isinstance(_rms_norm_kernel, triton.JITFunction):
         raise ValueError(f"--attention-backend triton: no kernel runs on device {str(device)!r}; take auto or "
                          "torch, or set TRITON_INTERPRET=1 to have the kernels interpreted, slowly")
-    return TRITON
+    # The memory for splits is made once, with the model and so before the KV pool takes what is left of the card.
+    scratch = torch.empty(SCRATCH, device=device)
+    attention = functools.partial(paged_attention_triton, scratch=scratch)
+    return SimpleNamespace(**vars(TRITON) | {"paged_attention": attention})

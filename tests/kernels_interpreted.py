@@ -188,7 +188,7 @@ def small_split(keys=64):
         kernels.SPLIT_STEP = before
 
 
-@settings(quick, max_examples=24)
+@settings(quick, max_examples=20)
 @given(b=batches(), split=st.sampled_from([64, 512]))
 def test_paged_attention(b, split):
     with small_split(split):
@@ -242,7 +242,7 @@ def test_rows_without_a_key_are_zeros():
 @pytest.mark.parametrize("G", [3, 7, 12, 17])
 def test_groups_that_are_no_power_of_two(G):
     for dtype in DTYPES:
-        b = example_batch([70, 33, 20], [1, 9, 20], H=2 * G, Hkv=2, d=32, dtype=dtype)
+        b = example_batch([70, 20], [1, 20], H=2 * G, Hkv=2, d=32, dtype=dtype)
         both(lambda ops: attend(ops, b), dtype)
 
 
@@ -250,7 +250,7 @@ def test_poison_of_any_kind_changes_no_bit():
     """NaN beyond a sequence's end, or 1e30: the same bits come out."""
     results = []
     for fill in (torch.nan, 1e30, -torch.inf):
-        b = example_batch([1, 15, 16, 17, 33, 40], [1, 1, 1, 1, 33, 7], d=24, block_size=16, fill=fill)
+        b = example_batch([1, 15, 16, 17, 33, 40], [1, 1, 1, 1, 33, 7], Hkv=1, d=24, block_size=16, fill=fill)
         results.append(attend(KERNEL, b))
     assert results[0].isfinite().all() and all(torch.equal(r, results[0]) for r in results)
 
@@ -269,7 +269,7 @@ def test_very_low_scores_lose_to_no_sentinel():
 
 
 def test_pools_of_any_layout():
-    b = example_batch([70, 33, 20], [1, 9, 20], d=24, block_size=4)
+    b = example_batch([70, 20], [1, 9], H=2, Hkv=2, d=24, block_size=4)
     dense = attend(KERNEL, b)
     pool = torch.stack((b.k_cache, b.v_cache))                                           # [2, N, bs, Hkv, d]
     for other in (torch.nn.functional.pad(pool, (1, 1), value=torch.nan)[..., 1:-1],
@@ -281,19 +281,77 @@ def test_pools_of_any_layout():
     assert torch.equal(attend(KERNEL, b), dense)
 
 
-def test_rows_that_no_sequence_owns_are_zeros():
+def test_rows_that_no_sequence_owns_change_no_other():
     b = example_batch([9, 20], [1, 4], H=2, Hkv=1, d=16)
+    want = attend(KERNEL, b)
     b.q = torch.cat((b.q, torch.full((3, 2, 16), torch.nan)))
-    assert not both(lambda ops: attend(ops, b), torch.float32)[5:].any()
+    assert torch.equal(attend(KERNEL, b)[:5], want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("M, L, d", [(1, 1, 16), (16, 32, 64), (37, 70, 32), (3, 200, 16)])
+def test_dense_attention(M, L, d, dtype):
+    """The rung below: the online softmax of one head. Late keys score highest, so that what was summed is scaled."""
+    q, k, v = (torch.randn(n, d, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (M, L, L + 1))
+    k = (k + q[:1] * torch.arange(L)[:, None] / L).to(dtype)
+    with guarded():
+        got = kernels.dense_attention_triton(q, k, v[:L], d ** -0.5)
+    want = kernels.dense_attention(q.float(), k.float(), v[:L].float(), d ** -0.5)
+    torch.testing.assert_close(got.float(), want, **TOLERANCE[dtype])
+
+
+def test_the_paged_kernel_is_the_dense_one_with_a_block_table():
+    b = example_batch([90], [1], H=1, Hkv=1, d=64, block_size=8)
+    slots = (b.block_tables[0].long()[:, None] * 8 + torch.arange(8)).flatten()[:90]
+    k, v = (cache.flatten(0, 1)[slots, 0].contiguous() for cache in (b.k_cache, b.v_cache))
+    torch.testing.assert_close(attend(KERNEL, b)[0], kernels.dense_attention_triton(b.q[0].contiguous(), k, v, b.scale))
+
+
+def test_passes_and_strides_change_no_bit(monkeypatch):
+    """Passes of 4 sequences, scratch for 4 and full of what an earlier batch left there, one multiprocessor or many."""
+    b = example_batch([70, 3, 0, 140, 20, 129, 16], [1, 1, 1, 1, 20, 1, 5], H=2, Hkv=1, d=16)
+    want = both(lambda ops: attend(ops, b), torch.float32)
+    seen, attention = set(), kernels.paged_attention_triton
+    for sms, sequences, a_pass in ((1, 256, 7), (9, 4, 4), (2, 256, 4)):
+        monkeypatch.setattr(kernels, "card_of", lambda device: (sms, 227 << 10, 228 << 10))
+        monkeypatch.setattr(kernels, "SEQUENCES", sequences)
+        monkeypatch.setattr(kernels, "SCRATCH", a_pass * 2 * 3 * (16 + 2))               # H 2, 3 splits
+        scratch = torch.full((kernels.SCRATCH,), torch.nan)
+        got = attention(b.q, b.k_cache, b.v_cache, b.query_start_loc, b.seq_lens, b.block_tables, b.scale,
+                        scratch=scratch)
+        assert torch.equal(got, want)
+        seen.add(int(scratch.isfinite().sum()))
+    assert len(seen) > 1 and min(seen) > 0
+
+
+@triton.jit
+def _split_keys_of(lengths, out, STEP: tl.constexpr, MOST: tl.constexpr):
+    i = tl.program_id(0)
+    tl.store(out + i, kernels._split_keys(tl.load(lengths + i).to(tl.int32), STEP, MOST))
+
+
+def test_splits_are_a_sequences_own_matter():
+    """At least 64 keys, at most 128 splits, and enough of both for 132 multiprocessors: see SPLIT_STEP."""
+    step, most = kernels.SPLIT_STEP, kernels.MAX_SPLITS
+
+    lengths = [1, 64, 65, 1024, 1025, 5440, 5441, 8192, 8193, 131_072, 1_000_000]
+    keys = {L: max(-(-L // (step * most)), 2) * step for L in lengths}
+    splits = {L: -(-L // keys[L]) for L in lengths}
+    got = torch.zeros(len(lengths), dtype=torch.int32)
+    _split_keys_of[len(lengths),](torch.tensor(lengths), got, step, most)
+    assert got.tolist() == list(keys.values())
+    assert [splits[L] for L in (1, 64, 65)] == [1, 1, 2] and max(splits.values()) == 128
+    assert 8 * splits[1024] < 132 <= 8 * splits[1025]
+    assert splits[5440] < 86 <= min(-(-L // (max(-(-L // (step * most)), 2) * step)) for L in range(5441, 140_000))
 
 
 def test_the_smallest_tile_is_always_left(monkeypatch):
     """On a card where all tiles but the smallest are too large, the smallest runs; where even that is, it is said."""
     b = example_batch([70, 33], [1, 20], H=4, Hkv=2, d=64, dtype=torch.float16)
-    monkeypatch.setattr(kernels, "card", lambda device: kernels.Card(2, 12 * 1024, 12 * 1024))
-    assert kernels.choose_tile(kernels.CHUNK_TILES, 64, 2, 2, 12 * 1024)[:2] == (16, 16)
+    monkeypatch.setattr(kernels, "card_of", lambda device: (2, 12 * 1024, 13 * 1024))
+    assert kernels.choose_tile(False, 64, 2, 2, (2, 12 * 1024, 13 * 1024))[0][:2] == (16, 16)
     both(lambda ops: attend(ops, b), torch.float16)
-    monkeypatch.setattr(kernels, "card", lambda device: kernels.Card(2, 1024, 1024))
+    monkeypatch.setattr(kernels, "card_of", lambda device: (2, 1024, 1024))
     with pytest.raises(ValueError, match="head size 64.*1024 bytes.*--attention-backend torch"):
         attend(KERNEL, b)
 
@@ -313,7 +371,8 @@ def test_bench_cases_agree_with_pytorch():
 
 
 def test_backend():
-    assert kernels.select_backend("triton", "cpu") is KERNEL         # interpreted, so it may run here
+    ops = kernels.select_backend("triton", "cpu")                    # interpreted, so it may run here
+    assert ops.name == "triton" and ops.paged_attention.keywords["scratch"].numel() == kernels.SCRATCH
     assert kernels.select_backend("auto", "cpu") is TWIN
     assert KERNEL.plan(None, None, None, 16) is None
 
@@ -326,6 +385,6 @@ def test_generate_through_the_kernels():
     for backend in ("torch", "triton"):
         engine = toys.make_engine(folder, attention_backend=backend, max_num_batched_tokens=8, num_kv_blocks=21)
         assert engine.executor.model.ops.name == backend
-        ids[backend] = toys.ids_of(toys.run(engine, [(p, toys.greedy(3)) for p in (prompt, prompt[:8] + [7], [1999])]))
+        ids[backend] = toys.ids_of(toys.run(engine, [(p, toys.greedy(2)) for p in (prompt, prompt[:8] + [7], [1999])]))
         engine.close()
-    assert ids["triton"] == ids["torch"] and all(len(i) == 3 for i in ids["torch"])
+    assert ids["triton"] == ids["torch"] and all(len(i) == 2 for i in ids["torch"])
