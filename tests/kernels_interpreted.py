@@ -17,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 import kernels
 import toys
 from bench_kernels import LLAMA_8B, attend, cases, example_batch, rope_and_write
+from worker import Worker
 
+TINY = pathlib.Path(__file__).parent.parent / "models" / "tiny-llama3"
 TWIN, KERNEL = kernels.TORCH, kernels.TRITON
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.float16: dict(rtol=4e-3, atol=4e-3)}
 quick = settings(max_examples=12, deadline=None, derandomize=True, database=None)
@@ -361,7 +363,7 @@ def test_bench_cases_agree_with_pytorch():
     """Each case of the bench, at sizes that the interpreter can take: its operation equals PyTorch's."""
     small = dict(LLAMA_8B, H=4, Hkv=2, d=32, D=64, I=48)
     groups = set()
-    sizes = dict(shapes=(small,), batches=(1, 3), contexts=(20, 70), chunks=((18, 18), (7, 20)), rows=(3,))
+    sizes = dict(shapes=(small,), batches=(1, 3), contexts=(20, 70), skewed=(70, 5, 5), chunks=((18, 18), (7, 20)), rows=(3,))
     for group, label, n_bytes, flops, ours, theirs in cases("cpu", torch.float32, **sizes):
         got = ours()
         groups.add(group)
@@ -378,13 +380,34 @@ def test_backend():
     assert KERNEL.plan(None, None, None, 16) is None
 
 
+def test_warm_up_meets_every_kernel_and_no_slot(monkeypatch):
+    """What a worker runs on a GPU before the first request. The logits have no reader, so the pool is what could suffer."""
+    launched = set()
+
+    def watched(name, kernel):
+        run = lambda self, grid: lambda *args, **kwargs: (
+            launched.add((name, kwargs.get("DECODE"), name == "_rms_norm_kernel" and args[1] is not None)),
+            kernel[grid](*args, **kwargs))
+        return type("", (), {"__getitem__": run})()
+
+    for name in ("_rms_norm_kernel", "_rope_and_write_kv_kernel", "_silu_and_mul_kernel", "_paged_attention_kernel",
+                 "_merge_kernel"):
+        monkeypatch.setattr(kernels, name, watched(name, getattr(kernels, name)))
+    worker = Worker(TINY, torch.float32, attention_backend="triton")
+    worker.init_kv_cache(3, 16)
+    for cache in (*worker.kv_cache.k, *worker.kv_cache.v):
+        cache.fill_(7.0)
+    worker.warm_up(16)
+    assert all((cache == 7.0).all() for cache in (*worker.kv_cache.k, *worker.kv_cache.v))
+    assert len(launched) == 7, launched                  # the norm with and without a residual; decodes and chunks
+
+
 def test_generate_through_the_kernels():
     """The whole path, tiny model: chunks, decodes, a shared prefix, a pool full of NaN: the ids that the twins give."""
-    folder = pathlib.Path(__file__).parent.parent / "models" / "tiny-llama3"
     prompt = list(range(100, 109))
     ids = {}
     for backend in ("torch", "triton"):
-        engine = toys.make_engine(folder, attention_backend=backend, max_num_batched_tokens=8, num_kv_blocks=21)
+        engine = toys.make_engine(TINY, attention_backend=backend, max_num_batched_tokens=8, num_kv_blocks=21)
         assert engine.executor.model.ops.name == backend
         ids[backend] = toys.ids_of(toys.run(engine, [(p, toys.greedy(2)) for p in (prompt, prompt[:8] + [7], [1999])]))
         engine.close()
