@@ -220,14 +220,14 @@ def test_head_sizes(d):
 
 
 def test_many_splits():
-    """1,100 keys in splits of 64 are 18: more than the merge adds up at once. Later keys score higher, so that what was
-    added up first must be scaled down."""
-    for dtype in DTYPES:
-        b = example_batch([1100, 30], [1, 1], H=2, Hkv=1, d=16, dtype=dtype)
+    """1,040 keys in splits of 16 are 65: two turns of what the merge adds up at once, and one more. Later keys score
+    higher, so that what was added up first must be scaled down."""
+    for dtype in DTYPES[:1]:
+        b = example_batch([1040, 30], [1, 1], H=2, Hkv=1, d=16, dtype=dtype)
         keys = b.k_cache.flatten(0, 1)                                                   # [slots, Hkv, d]
-        for p in range(1100):
+        for p in range(1040):
             keys[b.block_tables[0, p // 16] * 16 + p % 16] += b.q[0, 0] * (p // 64) / 16
-        with small_split():
+        with small_split(16):
             both(lambda ops: attend(ops, b), dtype)
 
 
