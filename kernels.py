@@ -414,7 +414,7 @@ SEQUENCES, SCRATCH = 256, 256 * MAX_SPLITS * 8 * (128 + 2)
 # (rows, keys, warps, stages), the first that fits: while a tile of keys is in use, stages - 2 are on their way. Prefill
 # wants a large tile, for each key then serves more rows. A decode waits for memory alone: three programs take turns.
 CHUNK_TILES = ((128, 128, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 8, 3), (64, 32, 8, 3), (64, 32, 8, 2),
-               (32, 32, 4, 3), (16, 16, 4, 2))
+               (32, 32, 4, 3), (32, 32, 4, 2), (16, 16, 4, 2))
 DECODE_TILES = ((16, 32, 4, 4), (16, 32, 4, 3), (16, 16, 4, 3), (16, 16, 4, 2))
 FP32_TILES = ((16, 16, 4, 3), (16, 16, 4, 2))          # exact fp32 is not for the tensor cores; larger ones spill
 
@@ -429,11 +429,11 @@ def tile_bytes(rows, keys, stages, BLOCK_D, itemsize):
 
 @functools.lru_cache(maxsize=None)
 def choose_tile(decode, d, G, itemsize, card):
-    """The first tile of which 3 programs (decodes) or 1 (chunks) fit on a multiprocessor, or for decodes at least 1
+    """The first tile of which 3 programs (decodes; 2 from d = 129 on, for their registers) fit on a multiprocessor, or 1
     →  (rows, keys, warps, stages), programs. ValueError where none does: now, not as a launch that fails elsewhere.
     vLLM: v1/attention/ops/triton_unified_attention.py:784 _get_tile_size."""
     (_, shared, shared_sm), BLOCK_D = card, max(triton.next_power_of_2(d), 16)
-    for programs in (3, 1) if decode else (1,):
+    for programs in (3 if BLOCK_D <= 128 else 2, 1) if decode else (1,):
         for tile in FP32_TILES if itemsize == 4 else DECODE_TILES if decode else CHUNK_TILES:
             rows, (keys, warps, stages) = max(tile[0], triton.next_power_of_2(G)), tile[1:]
             need, floats = tile_bytes(rows, keys, stages, BLOCK_D, itemsize), rows * (BLOCK_D + keys) // (32 * warps)
