@@ -429,7 +429,7 @@ def tile_bytes(rows, keys, stages, BLOCK_D, itemsize):
 
 @functools.lru_cache(maxsize=None)
 def choose_tile(decode, d, G, itemsize, card):
-    """The first tile of which 3 programs (decodes; 2 from d = 129 on, for their registers) fit on a multiprocessor, or 1
+    """The first tile of which 3 programs (decodes; 2 beyond d = 128, for their registers) fit on a multiprocessor, or 1
     →  (rows, keys, warps, stages), programs. ValueError where none does: now, not as a launch that fails elsewhere.
     vLLM: v1/attention/ops/triton_unified_attention.py:784 _get_tile_size."""
     (_, shared, shared_sm), BLOCK_D = card, max(triton.next_power_of_2(d), 16)

@@ -22,7 +22,7 @@ TARGETS = {"sm_80": (GPUTarget("cuda", 80, 32), (108, 163 * 1024, 164 * 1024)),
            "gfx942": (GPUTarget("hip", "gfx942", 64), (304, 64 * 1024, 64 * 1024))}
 # Bytes of memory that a thread takes for want of registers. What is 8 here is held outside of the loops over keys.
 SPILL_LIMIT = 64
-# For 70B at TP 8 in bf16. A loop over keys ends each turn waiting until all but `under way` of its copies are there, two
+# For 70B at TP 8 in bf16. A loop over keys waits once a turn, until all but `under way` of its copies are there, two
 # (K and V) a tile. (gfx942 copies by way of registers, and waits for nothing by name.)
 FIGURES = {("sm_80", "decode"): dict(registers=128, spilled=0, programs=4, under_way=2),
            ("sm_80", "chunk"): dict(registers=255, spilled=8, programs=1, under_way=2),
@@ -138,8 +138,8 @@ def test_attention_compiles(compile_launches, target, d, G, dtype):
 
 
 def test_a_score_costs_one_multiply_add(compile_launches):
-    """exp2(score * scale - shift): the multiplication is folded into the subtraction. What is left to subtract alone are
-    the m_i of two loops, 2 rows a thread."""
+    """exp2(score * scale - shift): the multiplication is folded into the subtraction. What is left to subtract alone is
+    m_i - shift, a few rows a thread."""
     decode = compile_launches("sm_90", attention(128, 8, torch.bfloat16))[0][1].asm["ptx"]
     exponentials, folded = len(re.findall("ex2.approx", decode)), len(re.findall("fma.rn.f32", decode))
     assert folded >= exponentials - len(re.findall("sub.f32|sub.rn.f32", decode)) > 0
@@ -155,7 +155,7 @@ def test_a_tile_inside_one_block_needs_one_block_number(compile_launches):
 
 
 def test_some_tile_fits_on_every_card():
-    """Also on the cards that nothing is compiled for here: 99 KiB a program, of 100 (RTX 30 and 40), 64 of 64 (Turing)."""
+    """Also on the cards that nothing is compiled for here: 99 KiB of 100 (RTX 30 and 40), 64 of 64 (Turing)."""
     for shared, shared_sm in ((99, 100), (64, 64), (163, 164), (227, 228)):
         for d in (16, 64, 128, 256):
             for size in (2, 4):

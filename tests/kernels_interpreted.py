@@ -363,7 +363,8 @@ def test_bench_cases_agree_with_pytorch():
     """Each case of the bench, at sizes that the interpreter can take: its operation equals PyTorch's."""
     small = dict(LLAMA_8B, H=4, Hkv=2, d=32, D=64, I=48)
     groups = set()
-    sizes = dict(shapes=(small,), batches=(1, 3), contexts=(20, 70), skewed=(70, 5, 5), chunks=((18, 18), (7, 20)), rows=(3,))
+    sizes = dict(shapes=(small,), batches=(1, 3), contexts=(20, 70), skewed=(70, 5, 5), chunks=((18, 18), (7, 20)),
+                 rows=(3,))
     for group, label, n_bytes, flops, ours, theirs in cases("cpu", torch.float32, **sizes):
         got = ours()
         groups.add(group)
@@ -381,7 +382,7 @@ def test_backend():
 
 
 def test_warm_up_meets_every_kernel_and_no_slot(monkeypatch):
-    """What a worker runs on a GPU before the first request. The logits have no reader, so the pool is what could suffer."""
+    """What a worker runs on a GPU before the first request. Nobody reads the logits: the pool is what could suffer."""
     launched = set()
 
     def watched(name, kernel):

@@ -84,7 +84,7 @@ def demo():
         cases = [("rms_norm", "5 rows of 96, residual added", lambda ops: ops.rms_norm(x[0], x[1, 0], 1e-5, x[2])[0]),
                  ("silu_and_mul", "5 rows of 2 x 48", lambda ops: ops.silu_and_mul(x[3])),
                  ("rope_and_write_kv", "42 tokens, 8 + 2 heads of 64", lambda ops: rope_and_write(ops, mixed))]
-        head = torch.randn(3, 70, 64, generator=torch.Generator().manual_seed(1)).to(dtype)             # q, k, v: [L, d]
+        head = torch.randn(3, 70, 64, generator=torch.Generator().manual_seed(1)).to(dtype)           # q, k, v [70, 64]
         cases.append(("dense_attention", "one head, 70 queries, 70 keys", lambda ops: (
             kernels.dense_attention if ops is kernels.TORCH else kernels.dense_attention_triton)(*head, 0.125)))
         for what, seq_lens, q_lens, d in (
