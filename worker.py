@@ -62,9 +62,23 @@ class Worker:
         m = self.model
         self.kv_cache = KVCache(m.config.num_hidden_layers, num_blocks, block_size, m.num_kv_heads, m.config.head_dim,
                                 m.norm.weight.dtype, self.device)
+        if torch.device(self.device).type == "cuda":
+            self.warm_up(block_size)
         if self.cuda_graphs and m.ops.name == "triton":      # the twins read lengths back: not to be recorded
             logits = torch.empty(CAPTURE_SIZES[-1], m.config.vocab_size, dtype=m.norm.weight.dtype, device=self.device)
             self.graphs = DecodeGraphs(lambda batch: m(batch, self.kv_cache), logits, cuda_graph_recorder())
+
+    @torch.inference_mode()
+    def warm_up(self, block_size):
+        """Have the kernels compiled before a request waits for them: one step of padding alone, which reads and writes
+        no slot. A chunk, a decode, and a block table wide enough for two splits: of each kernel every variant.
+        vLLM: v1/worker/gpu_worker.py:679 Worker.compile_or_warm_up_model, which also records the graphs."""
+        numbers = lambda *values, dtype=torch.int64: torch.tensor(values, dtype=dtype, device=self.device)
+        self.model(ForwardBatch(
+            token_ids=numbers(0, 0, 0), positions=numbers(0, 0, 0), slot_mapping=numbers(-1, -1, -1),
+            query_start_loc=numbers(0, 2, 3, dtype=torch.int32), seq_lens=numbers(0, 0, dtype=torch.int32),
+            block_tables=numbers(0, 0, dtype=torch.int32)[:, None].repeat(1, 128 // block_size + 2),
+            logits_indices=numbers(1, 2)), self.kv_cache)
 
     @torch.inference_mode()
     def execute(self, batch):
