@@ -13,6 +13,7 @@ the engine's loop.  Then `step_until`, which exists because most steps of a real
 from __future__ import annotations
 
 import math
+import operator
 import pathlib
 import sys
 from dataclasses import dataclass
@@ -27,9 +28,12 @@ from ledger import HARDWARE, Work, named, work_of  # noqa: E402
 from metrics import (Gauge, RequestFuncOutput, Summary, add_cost, add_efficiency, parse_goodput,  # noqa: E402
                      parse_percentiles, table)
 from options import end_quietly  # noqa: E402
-from request import Request, RequestRefused, RequestStatus, SamplingParams  # noqa: E402
+from request import Request, RequestRefused, SamplingParams  # noqa: E402
 from scheduler import Scheduler, SchedulerConfig, SchedulerOutput  # noqa: E402
 from workloads import read_requests  # noqa: E402
+
+
+order_of = operator.attrgetter("order")
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +60,7 @@ class SimulatedEngine:
                                                          config.max_num_seqs)
         self.ledger, self.now, self.keep_records = ledger, 0.0, keep_records
         self.scheduler = Scheduler(config, KVCacheManager(blocks, ledger.block_size, enable_prefix_caching))
-        self.records, self.num_steps, self.num_request_steps = [], 0, 0
+        self.records, self.num_steps, self._seen = [], 0, 0.0
         self.work, self.kv_usage = [0] * len(Work._fields), Gauge()     # all steps' Work added up; blocks held
         # Of step_until: who decodes unwatched, in the order of `running`; in which step somebody must be looked at.
         self._lanes: dict[str, Lane] = {}
@@ -73,6 +77,7 @@ class SimulatedEngine:
         self.now += seconds
 
     def add_request(self, request_id, prompt_token_ids, sampling_params, arrival_time=None, priority=0):
+        self._see_usage(self.now)               # up to here it was idle, perhaps
         if not self.scheduler.waiting:
             self._blocked = None
         self.scheduler.add_request(Request(request_id, prompt_token_ids, sampling_params,
@@ -112,11 +117,22 @@ class SimulatedEngine:
         duration = self.ledger.step_time(work)
         self.now += duration
         self.num_steps += 1
-        self.num_request_steps += work.requests
-        self.work = [total + part for total, part in zip(self.work, work)]
-        manager = self.scheduler.kv_cache_manager
-        self.kv_usage.add(duration, manager.num_usable_blocks - manager.num_free_blocks)
+        self._count(*work)
+        self._see_usage(self.now)
         return duration
+
+    def _count(self, tokens, sampled, pairs, context, requests):
+        total = self.work
+        total[0], total[1], total[2] = total[0] + tokens, total[1] + sampled, total[2] + pairs
+        total[3], total[4] = total[3] + context, total[4] + requests
+
+    def _see_usage(self, now):
+        """The blocks held now were held since this was last called."""
+        manager = self.scheduler.kv_cache_manager
+        self.kv_usage.add(now - self._seen, manager.num_usable_blocks - manager.num_free_blocks)
+        self._seen = now
+
+    num_request_steps = property(lambda self: self.work[4])
 
     def _results(self, finished):
         for request in finished:
@@ -146,6 +162,20 @@ class SimulatedEngine:
             finished = self._busy_step()
             if finished or self.now >= until or not self.scheduler.requests:
                 return finished
+
+    def earliest_end(self):
+        """A time before which no request here can end, later than now; inf without requests.  While all decode that is
+        known: no later step takes less time than the next one, as contexts grow.  Otherwise it is one small step away."""
+        scheduler, ledger = self.scheduler, self.ledger
+        if not scheduler.requests:
+            return math.inf
+        self._adopt()
+        n = len(self._lanes)
+        if not n or n < len(scheduler.running) or scheduler.waiting:
+            return self.now + ledger.base_time(1, 0, 1)
+        steps = min(lane.ends for lane in self._lanes.values()) - self.num_steps + 1
+        return self.now + steps * (ledger.base_time(n, n, n)
+                                   + self._context * (ledger.context_seconds + ledger.pair_seconds))
 
     def _adopt(self):
         """Whoever decodes, and stands in `running` right behind the lanes, becomes one."""
@@ -179,53 +209,80 @@ class SimulatedEngine:
             request.all_token_ids.extend([0] * new)
             request.num_computed_tokens += new
             request.token_times.extend(self._times[lane.at - self._first_time:step - self._first_time])
-            self.scheduler.kv_cache_manager.update_block_hashes(request)
             lane.at = step
 
     def _settle(self):
         """Bring every request up to date; from here on anybody may look, or step."""
         for lane in self._lanes.values():
             self._catch_up(lane, self.num_steps)
+            self.scheduler.kv_cache_manager.update_block_hashes(lane.request)
         self._lanes, self._agenda, self._context, self._blocked = {}, {}, 0, None
 
     def _coast(self, until):
-        """Steps in which nobody has to be looked at; returns how many.  The whole cost of a step is this loop."""
+        """Steps that the lanes take among themselves; returns how many.  The whole cost of such a step is this loop."""
         n, scheduler = len(self._lanes), self.scheduler
         if not n or n < len(scheduler.running) or (scheduler.waiting and self._blocked is None):
             return 0
-        ledger, agenda, times = self.ledger, self._agenda, self._times
-        step, now, context, before = self.num_steps, self.now, self._context, self._context
+        ledger, agenda, times, first = self.ledger, self._agenda, self._times, self.num_steps
+        step, now, context = first, self.now, self._context
         base, per_context, per_pair = ledger.base_time(n, n, n), ledger.context_seconds, ledger.pair_seconds
-        while step not in agenda and now < until:
-            now += base + (context * per_context + context * per_pair)      # as step_time: a decode's pairs, context
+        while now < until:
+            if step in agenda:
+                self._see_usage(now)
+                if not self._serve_due(step, n):
+                    break
+            now += base + (context * per_context + context * per_pair)      # as step_time: a decode's pairs are its context
             times.append(now)
             context += n
             step += 1
-        count = step - self.num_steps
-        if count:
-            read = (before + context - n) * count // 2                       # of an arithmetic series
-            self.work = [total + part for total, part in zip(self.work, (n * count, n * count, read, read, n * count))]
-            manager = scheduler.kv_cache_manager
-            self.kv_usage.add(now - self.now, manager.num_usable_blocks - manager.num_free_blocks)
-            self.num_request_steps += n * count
+        if step > first:
+            count, read = step - first, (self._context + context - n) * (step - first) // 2     # of an arithmetic series
+            self._count(n * count, n * count, read, read, n * count)
             self.num_steps, self.now, self._context = step, now, context
-        return count
+            self._see_usage(now)
+        return step - first
 
-    def _busy_step(self):
-        """One step in which somebody has to be looked at: the lanes that are due first, as they stand first in
-        `running`, then the scheduler's own two loops for all others."""
-        scheduler, manager, step = self.scheduler, self.scheduler.kv_cache_manager, self.num_steps
-        due, size, n = sorted(self._agenda.pop(step, ()), key=lambda lane: lane.order), manager.block_size, 0
+    def _serve_due(self, step, n):
+        """Blocks for those on the agenda, before the step.  False, nothing given: for this the scheduler is needed, as
+        somebody ends, blocks run out, or the first who waits may be admitted now."""
+        manager, due = self.scheduler.kv_cache_manager, self._agenda[step]
+        size, needed, caching = manager.block_size, 0, manager.enable_prefix_caching
         for lane in due:
+            if lane.ends == step:
+                return False
             self._catch_up(lane, step)
-            n += lane.request.num_computed_tokens % size == 0
-        if n > manager.num_free_blocks:
-            return self.step()                                               # somebody is going to be preempted
+            computed = lane.request.num_computed_tokens
+            needed += computed % size == 0
+            if caching and (computed + 1) % size == 0:                      # it fills a block, to be published
+                manager.update_block_hashes(lane.request)
+                if self._blocked and lane.request.block_hashes[-1] in self._blocked:
+                    return False
+        if needed > manager.num_free_blocks:
+            return False
+        del self._agenda[step]
+        due.sort(key=order_of)
         for lane in due:
             manager.allocate_slots(lane.request, 1)
-            block, offset = divmod(lane.request.num_computed_tokens, size)
-            if self._blocked and offset == size - 1 and lane.request.block_hashes[block] in self._blocked:
-                self._blocked = None                                         # the head may hit one block more now
+            self._enlist(lane, lane.request.num_computed_tokens + 1, step + 1)
+        return True
+
+    def _busy_step(self):
+        """One step in which not only lanes take part, or one of them ends: the lanes first, as they stand first in
+        `running`, then the scheduler's own two loops for all others."""
+        scheduler, manager, step = self.scheduler, self.scheduler.kv_cache_manager, self.num_steps
+        due, size, needed = sorted(self._agenda.pop(step, ()), key=order_of), manager.block_size, 0
+        for lane in due:
+            self._catch_up(lane, step)
+            needed += lane.request.num_computed_tokens % size == 0
+        if needed > manager.num_free_blocks:
+            return self.step()                                               # somebody is going to be preempted
+        for lane in due:
+            request = lane.request
+            if (request.num_computed_tokens + 1) % size == 0:
+                manager.update_block_hashes(request)
+                if self._blocked and request.block_hashes[-1] in self._blocked:
+                    self._blocked = None                                     # the head may hit one block more now
+            manager.allocate_slots(request, 1)
         output, n = SchedulerOutput(), len(self._lanes)
         budget = scheduler._schedule_running(output, scheduler.config.max_num_batched_tokens - n, n)
         if output.preempted_req_ids:
@@ -237,10 +294,10 @@ class SimulatedEngine:
                 # be in the next steps, unless somebody publishes one of its blocks.
                 self._blocked = set(scheduler.waiting.peek_request().block_hashes)
         sampling = self._run_busy_step(output, n)
-        finished = self._end_of(due, step)
-        finished += scheduler.update_from_output(output, {request.request_id: 0 for request in sampling})
+        ending = self._ending(due, step)
+        output.scheduled_requests[:0] = ending
+        finished = scheduler.update_from_output(output, {r.request_id: 0 for r in ending + sampling})
         if finished:
-            scheduler.running = [r for r in scheduler.running if r.status is RequestStatus.RUNNING]
             self._blocked = None
         if len(self._times) > 1 << 14:                                       # what nobody will read any more
             oldest = min((lane.at for lane in self._lanes.values()), default=self.num_steps)
@@ -267,21 +324,21 @@ class SimulatedEngine:
             request.token_times.append(self.now)
         return sampling
 
-    def _end_of(self, due, step):
-        """After the step: those of the due lanes whose last token this was, ended; the others on the agenda again."""
-        finished = []
+    def _ending(self, due, step):
+        """Of the due lanes, those whose last token this step gives, as requests that have computed and not sampled yet;
+        the others are put on the agenda again."""
+        ending = []
         for lane in due:
             request = lane.request
             if lane.ends > step:
                 self._enlist(lane, request.num_computed_tokens + 1, step + 1)
                 continue
-            self._catch_up(lane, step + 1)
-            check_stop(request, self.scheduler.max_model_len)
-            self.scheduler._free_request(request)
-            del self._lanes[request.request_id]
+            request.num_computed_tokens += 1
+            request.token_times.append(self.now)
             self._context -= request.num_computed_tokens + 1
-            finished.append(request)
-        return finished
+            del self._lanes[request.request_id]
+            ending.append(request)
+        return ending
 
 
 # ----------------------------------------------------------------------------------------------------------------------
