@@ -19,6 +19,7 @@ workloads through the same `run` and `main` to an engine in virtual time.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import pathlib
@@ -35,7 +36,7 @@ from metrics import (METRICS, RequestFuncOutput, add_cost, parse_goodput, parse_
                      table)
 from options import check_at_least, check_writable, end_quietly, naming  # noqa: E402
 from request import RequestRefused, SamplingParams  # noqa: E402
-from workloads import SampleRequest, arrival_times, file_requests, random_requests  # noqa: E402
+from workloads import SampleRequest, arrival_times, random_requests, read_requests  # noqa: E402
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The run
@@ -207,7 +208,8 @@ def main(argv=None, parser=None, make_engine=make_engine, backend: str = "nano-s
         percentiles = parse_percentiles(args.metric_percentiles)
         engine, vocab_size, encode = make_engine(args)
         if args.dataset_path:
-            requests = file_requests(args.dataset_path, vocab_size, encode, args.seed)[:args.num_prompts]
+            requests = list(itertools.islice(read_requests(args.dataset_path, vocab_size, encode, args.seed,
+                                                           engine.scheduler.config.max_model_len), args.num_prompts))
         else:
             requests = random_requests(args.num_prompts, args.random_input_len, args.random_output_len,
                                        args.random_range_ratio, args.random_prefix_len, vocab_size, args.seed)

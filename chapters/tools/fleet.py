@@ -37,7 +37,8 @@ from rich.table import Table  # noqa: E402
 from ledger import named, title  # noqa: E402
 from metrics import RequestFuncOutput, Summary, parse_goodput  # noqa: E402
 from options import check_at_least, check_folder, end_quietly, make_console, naming  # noqa: E402
-from scheduler import RequestRefused, SamplingParams, SchedulerConfig  # noqa: E402
+from request import RequestRefused, SamplingParams  # noqa: E402
+from scheduler import SchedulerConfig  # noqa: E402
 from show import LineChart, save_svg  # noqa: E402
 from simulator import SimulatedEngine, output_of  # noqa: E402
 from workloads import HASH_BLOCK, SampleRequest, read_requests  # noqa: E402
@@ -238,7 +239,7 @@ def main(argv=None) -> int:
         for policy, replicas in itertools.product(args.policies, args.replicas):
             began = time.process_time()
             requests = faster(lambda seed: itertools.islice(read_requests(
-                args.dataset_path, ledger.model.vocab_size, None, seed), args.num_prompts), args.speed, args.copies)
+                args.dataset_path, ledger.model.vocab_size, None, seed, args.max_model_len), args.num_prompts), args.speed, args.copies)
             results.append(serve(ledger, config, requests, replicas, policy, goodput, args.enable_prefix_caching,
                                  args.num_kv_blocks))
             results[-1]["seconds"] = time.process_time() - began

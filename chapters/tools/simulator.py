@@ -299,7 +299,7 @@ class SimulatedEngine:
         finished = scheduler.update_from_output(output, {r.request_id: 0 for r in ending + sampling})
         if finished:
             self._blocked = None
-        if len(self._times) > 1 << 14:                                       # what nobody will read any more
+        if len(self._times) > 2048:                                       # what nobody will read any more
             oldest = min((lane.at for lane in self._lanes.values()), default=self.num_steps)
             del self._times[:oldest - self._first_time]
             self._first_time = oldest
@@ -423,7 +423,7 @@ def run_stream(args):
             raise ValueError(f"--stream keeps nothing: it cannot be had with --{option.replace('_', '-')}")
     engine, vocab_size, _ = make_engine(args)
     summary = Summary(parse_goodput(args.goodput), parse_percentiles(args.metric_percentiles))
-    requests = read_requests(args.dataset_path, vocab_size, None, args.seed)
+    requests = read_requests(args.dataset_path, vocab_size, None, args.seed, engine.scheduler.config.max_model_len)
     result = summary.result(stream(engine, requests, summary))
     add_figures(result, engine, args)
     print(table(result, metrics=args.percentile_metrics.split(",")))

@@ -78,10 +78,10 @@ def whole(row: dict, name: str, least: int = 1) -> int:
     return value
 
 
-def seconds_of(value, unit: float = 1.0) -> float:
-    """A time in seconds.  ValueError: not a number, negative, or endless."""
+def seconds_of(value, a_second: int = 1) -> float:
+    """A time in seconds, from units of which `a_second` has so many.  ValueError: no number, negative, or endless."""
     try:
-        seconds = float(value) * unit
+        seconds = float(value) / a_second
     except (TypeError, ValueError):
         raise ValueError(f"the time is {value!r}, must be a number") from None
     if not 0 <= seconds < math.inf:
@@ -110,7 +110,7 @@ def json_request(row, rng, vocab_size: int, encode) -> SampleRequest:
         if len(ids) != -(-length // HASH_BLOCK):
             raise ValueError(f"{len(ids)} hash_ids for input_length {length}, must be {-(-length // HASH_BLOCK)}")
         tokens = [token for i in ids for token in block_tokens(i, vocab_size)][:length]
-        return SampleRequest(tokens, whole(row, "output_length"), seconds_of(row["timestamp"], 1e-3), tuple(ids))
+        return SampleRequest(tokens, whole(row, "output_length"), seconds_of(row["timestamp"], 1000), tuple(ids))
     kind = next((name for name in ("prompt_token_ids", "prompt", "input_len") if name in row), None)
     if kind is None:
         raise ValueError("expected prompt_token_ids, prompt or input_len, and output_len")
