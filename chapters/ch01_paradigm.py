@@ -459,8 +459,7 @@ if __name__ == "__main__":
         in fp32.""")
     page.end("""
         --tp 4 instead of 8: fewer ranks, the same tokens
-        python chapters/tools/ledger.py --sweep --no-enable-prefix-caching --slo ttft:5000 tpot:20: where does it cut
-        now?
+        python chapters/tools/sweep.py --no-enable-prefix-caching --slo ttft:5000 tpot:20: where does it cut now?
         in this file, CHUNK = 64, then 1024: who pays, the newcomer or the others?
         in this file, SEATS = 8: the static loop takes fewer steps; does its waste shrink, and why not?
         Then the exercises, chapters/exercises/ch01/tasks.py, with make grade CH=1; and the article's chapter 2.""")

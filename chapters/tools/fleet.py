@@ -69,7 +69,7 @@ class Router:
     `seen` is a guess, as a router's is: it remembers the last `memory` blocks sent, whatever the replicas have evicted.
     SGLang's router has the same three rules, with a tree of texts in place of the blocks."""
 
-    def __init__(self, policy: str, num_replicas: int, match: float = 0.3, slack: int = 8, factor: float = 1.5,
+    def __init__(self, policy: str, num_replicas: int, match: float = 0.3, slack: int = 4, factor: float = 1.25,
                  memory: int = 1_000_000):
         if policy not in POLICIES:
             raise ValueError(f"--policies knows {', '.join(POLICIES)}, not {policy!r}")
