@@ -157,7 +157,7 @@ def make_parser(prog: str = "bench.py", description: str = __doc__) -> argparse.
     add("--save-result", action="store_true", help="write the figures as JSON, with vLLM's field names")
     add("--save-detailed", action="store_true", help="and those of every request")
     add("--result-filename", metavar="FILE", help="where [{backend}-{rate}qps-{model}-{date}.json]")
-    add("--price-per-hour", type=float, metavar="PRICE", help="of one GPU (or of this machine): what a million tokens cost")
+    add("--price-per-hour", type=float, metavar="PRICE", help="of a GPU, or this machine: tokens' cost")
     add("--records", metavar="FILE", help="write the StepRecords as JSON lines, for chapters/tools/show.py")
     add = parser.add_argument_group("the engine").add_argument
     for option in fields(EngineArgs):

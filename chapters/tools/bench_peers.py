@@ -2,7 +2,7 @@
 
     python chapters/tools/bench_peers.py --model DIR                          nano-serve and transformers
     python chapters/tools/bench_peers.py --model DIR --vllm /path/to/python   … and the vLLM of that interpreter
-    python chapters/tools/bench_peers.py --model DIR --compile                … and nano-serve with --compile ("compiled")
+    python chapters/tools/bench_peers.py --model DIR --compile                … and nano-serve with --compile
     python chapters/tools/bench_peers.py --model DIR --budget                 where a step's time goes
     python chapters/tools/bench_peers.py --linears                            products: as stored, transposed, packed
     python chapters/tools/bench_peers.py --sampling                           what drawing a token from a row costs

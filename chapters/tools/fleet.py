@@ -1,7 +1,9 @@
 """A fleet (chapter 13): N replicas of an engine behind a router, all on one virtual clock.
 
-    python chapters/tools/fleet.py --dataset-path chapters/data/azure_llm_2023_conv_part.csv --speed 100 --replicas 4 6 8
-    python chapters/tools/fleet.py --dataset-path chapters/data/mooncake_conv_part.jsonl --policies round_robin prefix_aware
+    python chapters/tools/fleet.py --speed 30 --replicas 1 2 3 4 --max-model-len 16384 \\
+                                   --dataset-path chapters/data/azure_llm_2023_conv_first600.csv
+    python chapters/tools/fleet.py --policies round_robin least_loaded prefix_aware --block-size 512 \\
+                                   --dataset-path chapters/data/mooncake_fast25_conv_first500.jsonl.gz
 
     Router     which replica gets a request: round_robin, least_loaded, prefix_aware
     Fleet      replicas that move only when somebody looks
@@ -182,8 +184,8 @@ def serve(ledger, config, requests: Iterator[SampleRequest], num_replicas: int, 
     last = 0.0
     for request in requests:
         if request.timestamp is None or request.timestamp < last:
-            raise ValueError(f"a request comes at {request.timestamp}, the one before at {last}: a fleet needs requests "
-                             "with times, in order")
+            raise ValueError(f"a request comes at {request.timestamp}, the one before at {last}: a fleet needs "
+                             "requests with times, in order")
         last = request.timestamp
         fleet.send(request)
     result = fleet.summary.result(fleet.finish())
@@ -221,7 +223,7 @@ def main(argv=None) -> int:
     add("--max-num-seqs", type=int, default=256)
     add("--max-num-batched-tokens", type=int, default=8192)
     add("--max-model-len", type=int, default=131072)
-    add("--block-size", type=int, default=64, help="coarser than an engine's 16: a fleet counts a quarter of the blocks [64]")
+    add("--block-size", type=int, default=64, help="an engine's 16 makes four times the work [64]")
     add("--num-kv-blocks", type=int)
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     add("--save", metavar="DIR", help="save the curve of goodput over replicas as SVG")
@@ -238,8 +240,9 @@ def main(argv=None) -> int:
         results = []
         for policy, replicas in itertools.product(args.policies, args.replicas):
             began = time.process_time()
-            requests = faster(lambda seed: itertools.islice(read_requests(
-                args.dataset_path, ledger.model.vocab_size, None, seed, args.max_model_len), args.num_prompts), args.speed, args.copies)
+            requests = faster(lambda seed: itertools.islice(
+                read_requests(args.dataset_path, ledger.model.vocab_size, None, seed, args.max_model_len),
+                args.num_prompts), args.speed, args.copies)
             results.append(serve(ledger, config, requests, replicas, policy, goodput, args.enable_prefix_caching,
                                  args.num_kv_blocks))
             results[-1]["seconds"] = time.process_time() - began

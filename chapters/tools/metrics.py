@@ -12,16 +12,16 @@ refuses everybody looks fast.
 
 What the machine did meanwhile:
 
-    MFU   FLOPs of the model, over what the GPUs could have computed in that time.  Counted is what was computed: a prefix
-          hit is not, a recompute is
+    MFU   FLOPs of the model, over what the GPUs could have computed in that time.  Counted is what was computed: a
+          prefix hit is not, a recompute is
     MBU   bytes that had to be read, the weights once a step, K and V once a request and step, over the bandwidth
     prefix hit rate   prompt tokens that the cache saved, over all prompt tokens (queue time: sent -> first scheduled)
     KV use            blocks that requests hold, over the pool: its mean over time, its peak, its course
     cost              GPUs x price an hour x hours, over a million output tokens, or of all tokens
 
 Mirrors vLLM's benchmarks/serve.py.  Differs: where nothing succeeded, a latency is null instead of 0.
-Read in this order: RequestFuncOutput, percentile, summarize; Summary, the same without keeping anything; the rest is how
-they are printed.
+Read in this order: RequestFuncOutput, percentile, summarize; Summary, the same without keeping anything; the rest is
+how they are printed.
 """
 from __future__ import annotations
 
@@ -218,12 +218,13 @@ class Summary:
         self.completed += 1
         self.good += bool(self.goodput) and is_good(output, self.goodput)
         self.input, self.output = self.input + output.prompt_len, self.output + output.output_tokens
-        self.cached, self.preemptions = self.cached + output.num_cached_tokens, self.preemptions + output.num_preemptions
+        self.cached += output.num_cached_tokens
+        self.preemptions += output.num_preemptions
         for name, value in (("ttft", output.ttft), ("tpot", output.tpot), ("e2el", output.latency),
                             ("engine_queue_time", output.queue_time)):
             if value is not None:
                 self.sketches[name].add(value)
-        # Of gaps there are hundreds a request, so they are counted by whole microseconds, in C, and boxed by the thousand.
+        # Of gaps there are hundreds a request: they are counted by whole microseconds, in C, and boxed by the thousand.
         times = output.token_times
         self.gaps.update(map(int, map((1e6).__mul__, map(operator.sub, times[1:], times))))
         self.gap_seconds += times[-1] - times[0]
@@ -253,7 +254,7 @@ class Summary:
 
 
 class Gauge:
-    """A quantity over time: its mean, its peak, and its course in at most 512 points.  `add(seconds, value)` says what it
+    """A quantity over time: its mean, its peak, its course in at most 512 points.  `add(seconds, value)` says what it
     was for so long.  When the points become too many, neighbours are joined and each stands for twice the time."""
 
     def __init__(self, seconds_a_point: float = 0.25):

@@ -1,4 +1,4 @@
-"""The simulator (chapter 13): the engine's own Scheduler and KVCacheManager on the ledger's clock, with no model at all.
+"""The simulator (chapter 13): the engine's own Scheduler and KVCacheManager on the ledger's clock, with no model.
 
     python chapters/tools/simulator.py --model llama-3-70b -tp 8 --max-concurrency 64 --num-prompts 256 \\
                                        --random-prefix-len 2000 --random-input-len 50 --random-output-len 300
@@ -165,7 +165,7 @@ class SimulatedEngine:
 
     def earliest_end(self):
         """A time before which no request here can end, later than now; inf without requests.  While all decode that is
-        known: no later step takes less time than the next one, as contexts grow.  Otherwise it is one small step away."""
+        known: no later step is quicker than the next one, as contexts grow.  Otherwise it is one small step away."""
         scheduler, ledger = self.scheduler, self.ledger
         if not scheduler.requests:
             return math.inf
@@ -231,12 +231,13 @@ class SimulatedEngine:
                 self._see_usage(now)
                 if not self._serve_due(step, n):
                     break
-            now += base + (context * per_context + context * per_pair)      # as step_time: a decode's pairs are its context
+            now += base + (context * per_context + context * per_pair)   # as step_time; a decode has as many pairs
             times.append(now)
             context += n
             step += 1
         if step > first:
-            count, read = step - first, (self._context + context - n) * (step - first) // 2     # of an arithmetic series
+            count = step - first
+            read = (self._context + context - n) * count // 2                # the sum of an arithmetic series
             self._count(n * count, n * count, read, read, n * count)
             self.num_steps, self.now, self._context = step, now, context
             self._see_usage(now)
@@ -311,7 +312,8 @@ class SimulatedEngine:
         tokens, pairs, context = n, self._context, self._context
         for request, new in zip(output.scheduled_requests, output.num_scheduled_tokens.values()):
             computed = request.num_computed_tokens
-            tokens, pairs, context = tokens + new, pairs + new * computed + new * (new + 1) // 2, context + computed + new
+            tokens, context = tokens + new, context + computed + new
+            pairs += new * computed + new * (new + 1) // 2
             request.num_computed_tokens = computed + new
             if request.num_computed_tokens == len(request.all_token_ids):
                 sampling.append(request)
@@ -347,8 +349,8 @@ class SimulatedEngine:
 
 def output_of(request):
     """A Request that has ended as the client saw it."""
-    return RequestFuncOutput(request.num_prompt_tokens, request.arrival_time, request.token_times, request.finish_reason,
-                             queue_time=request.first_scheduled_time - request.arrival_time,
+    return RequestFuncOutput(request.num_prompt_tokens, request.arrival_time, request.token_times,
+                             request.finish_reason, queue_time=request.first_scheduled_time - request.arrival_time,
                              num_cached_tokens=request.num_cached_tokens, num_preemptions=request.num_preemptions)
 
 
@@ -358,8 +360,8 @@ def stream(engine, requests, summary):
     begin, last = engine.clock(), 0.0
     for number, request in enumerate(requests):
         if request.timestamp is None or request.timestamp < last:
-            raise ValueError(f"request {number} comes at {request.timestamp}, the one before at {last}: to be streamed, "
-                             "requests need times, in order")
+            raise ValueError(f"request {number} comes at {request.timestamp}, the one before at {last}: to be "
+                             "streamed, requests need times, in order")
         last = request.timestamp
         while engine.has_unfinished_requests() and engine.now < begin + last:
             for result in engine.step_until(begin + last):
@@ -397,7 +399,8 @@ def add_figures(result, engine, args):
     """What only a ledger knows of a run: MFU, MBU, and KV use over time."""
     ledger, usable = engine.ledger, engine.scheduler.kv_cache_manager.num_usable_blocks
     work = Work(*engine.work)
-    add_efficiency(result, ledger.model_flops(work), ledger.model_bytes(work, engine.num_steps), ledger.hardware, ledger.tp)
+    add_efficiency(result, ledger.model_flops(work), ledger.model_bytes(work, engine.num_steps), ledger.hardware,
+                   ledger.tp)
     result["kv_usage_mean"], result["kv_usage_peak"] = engine.kv_usage.mean / usable, engine.kv_usage.peak / usable
     result["kv_usage"] = [(round(at, 3), round(blocks / usable, 4)) for at, blocks in engine.kv_usage.course()]
     if args.price_per_hour is not None:
@@ -405,10 +408,10 @@ def add_figures(result, engine, args):
 
 
 def make_parser():
-    parser = bench.make_parser("simulator.py", "A workload in virtual time: the engine's scheduler on the ledger's clock.")
+    parser = bench.make_parser("simulator.py", "A workload in virtual time: the scheduler on the ledger's clock.")
     add = parser.add_argument_group("the simulation").add_argument
     add("--hardware", default="h100", help=f"{', '.join(HARDWARE)}, or here [h100]")
-    add("--step-overhead", type=float, default=0.0, metavar="MS", help="the engine's CPU time a step, if it is not hidden")
+    add("--step-overhead", type=float, default=0.0, metavar="MS", help="the engine's CPU time a step, if not hidden")
     add("--request-overhead", type=float, default=0.0, metavar="US", help="and for each request in the step")
     add("--stream", action="store_true", help="read the dataset as it is sent, keep no request: any length in one run")
     parser.set_defaults(model="llama-3-70b", tensor_parallel_size=8)

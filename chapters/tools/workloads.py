@@ -138,7 +138,7 @@ def azure_request(row: dict, start: list, rng, vocab_size: int) -> SampleRequest
     time = next(name for name in AZURE if name in row)
     length, output = [whole(row, name) for name in AZURE[time]]
     if time == "TIMESTAMP":
-        date = datetime.fromisoformat(row[time].strip()[:26])       # Python knows microseconds; the trace has one digit more
+        date = datetime.fromisoformat(row[time].strip()[:26])       # the trace has a digit more than Python
         start.append(date)
         timestamp = seconds_of((date - start[0]).total_seconds())
     else:
@@ -153,8 +153,8 @@ def azure_request(row: dict, start: list, rng, vocab_size: int) -> SampleRequest
 def read_requests(path: str, vocab_size: int = 1000, encode=None, seed: int = 0,
                   max_model_len: int | None = None) -> Iterator[SampleRequest]:
     """The requests of a file one by one, so that a trace of any length needs little memory.  ValueError names file and
-    line: a column unknown or missing, a length below 1, a time that is negative or no number, prompt and output together
-    over `max_model_len`."""
+    line: a column unknown or missing, a length below 1, a time that is negative or no number, prompt and output
+    together over `max_model_len`."""
     rng, start, header, number = random.Random(seed), [], None, 0
     with (gzip.open if str(path).endswith(".gz") else open)(path, "rt", encoding="utf-8") as file:
         try:
