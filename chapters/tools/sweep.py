@@ -17,6 +17,7 @@ from rich.console import Group  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import bench  # noqa: E402
+import svg  # noqa: E402
 from ledger import HARDWARE, MODELS, OUTPUT, QUESTION, SYSTEM, named, title  # noqa: E402
 from metrics import parse_goodput, summarize  # noqa: E402
 from options import check_folder, end_quietly, make_console, naming  # noqa: E402
@@ -52,11 +53,13 @@ def sweep_pictures(results, slo):
     region = (good[0], good[-1], "within the SLO") if good else None
     shown = [(p, name) for name in ("itl", "ttft") for p in (50, 99)]
     shown += [(99, name) for name in slo if name not in ("itl", "ttft")]
-    table = Table("batch", "tokens/s", *[f"P{p} {name.upper()} ms" for p, name in shown], "SLO",
-                  box=box.SIMPLE_HEAD, show_edge=False, padding=0)          # so that 80 columns hold all of them
-    for r in results:
-        figures = [r["output_throughput"], *(r[f"p{p}_{name}_ms"] for p, name in shown)]
-        table.add_row(str(r["batch"]), *[f"{figure:,.1f}" for figure in figures], "yes" if r["batch"] in good else "no")
+    columns = ["batch", "tokens/s", *[f"P{p} {name.upper()} ms" for p, name in shown], "SLO"]
+    rows = [[str(r["batch"]), *[f"{r[key]:,.1f}" for key in ("output_throughput", *[f"p{p}_{of}_ms" for p, of in shown])],
+             "yes" if r["batch"] in good else "no"] for r in results]
+    table = Table(*columns, box=box.SIMPLE_HEAD, show_edge=False, padding=0)        # so that 80 columns hold all of them
+    for row in rows:
+        table.add_row(*row)
+    table.svg = lambda: svg.table("Throughput against latency", columns, rows)      # as the other pictures have it
 
     def chart(title, y_label, series, limit=None):
         return LineChart(title, xs, series, "batch size (--max-concurrency)", y_label,
