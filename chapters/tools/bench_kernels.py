@@ -131,7 +131,7 @@ def cases(device, dtype, shapes=(LLAMA_8B, LLAMA_70B_TP8), batches=BATCHES, cont
     leaves: 4 * H * d for each pair of a query and a key that it sees.
     """
     one = shapes[0]
-    ops, size = kernels.select_backend("triton", device, dtype, one.d, one.H // one.Hkv), dtype.itemsize
+    ops, size = kernels.select_backend("triton", device, dtype, one["d"], one["H"] // one["Hkv"]), dtype.itemsize
     for m in shapes:
         H, Hkv, d, D, I = (m[key] for key in ("H", "Hkv", "d", "D", "I"))
         for S in batches:
