@@ -49,10 +49,9 @@ class EngineArgs:
     max_num_waiting: int | None = option(None, "length of the waiting queue, beyond which requests are refused",
                                          int, low=1)
     seed: int = option(0, "where requests without a seed of their own get theirs from")
-    attention_backend: str = option("auto", "auto, torch or triton", choices=("auto", "torch", "triton"))
+    attention_backend: str = option("auto", "torch (plain PyTorch), cpu (cpu_kernels.c), triton; auto: what suits",
+                                    choices=("auto", "torch", "cpu", "triton"))
     enforce_eager: bool = option(False, "on a GPU: launch each kernel of each step, record no CUDA graphs of decodes")
-    compile: bool = option(False, "on a CPU: compile the step of a lone decode (a chat): faster, for a slower "
-                                  "start and twice the memory of the weights")
     max_records: int = option(10_000, "step records kept, the newest", low=1)
     max_n: int = option(16_384, "most answers that one request may ask for (n)", low=1)
     max_stop_strings: int = option(64, "most stop strings of one request", low=0)

@@ -3,11 +3,12 @@
 Mirrors   vLLM: v1/attention/ops/triton_unified_attention.py:802 unified_attention
           vLLM: v1/attention/ops/triton_reshape_and_cache_flash.py:363 triton_reshape_and_cache_flash
           vLLM: model_executor/layers/layernorm.py:37 RMSNorm, model_executor/layers/activation.py:118 SiluAndMul
-Promises  every operation stands twice: its *twin*, plain PyTorch, the specification and the path on a CPU; under it
-          the Triton kernel, same arguments, same results. Both are exact for any mix of prefill chunks and decodes and
-          read no KV slot beyond a sequence's length; the kernels give a sequence the same bits alone and in company.
+Promises  every operation stands twice: its *twin*, plain PyTorch, the specification, with nothing in it for speed;
+          under it the Triton kernel, same arguments, same results. (A third time, for CPUs, in cpu_kernels.c.) All are
+          exact for any mix of prefill chunks and decodes and read no KV slot beyond a sequence's length; the kernels
+          give a sequence the same bits alone and in company.
 Left out  quantised caches, sliding windows, soft caps, and autotuning: tiles are chosen by arithmetic.
-Order     1 rms_norm, 2 apply_rope and rope_and_write_kv, 3 silu_and_mul, 4 paged_attention, 5 select_backend.
+Order     1 rms_norm, 2 apply_rope and rope_and_write_kv, 3 silu_and_mul, 4 select_backend; paged_attention: attention.py.
 Run       `python kernels.py` holds every kernel against its twin, no GPU needed; `python kernels.py --bench` wants one.
 
 Letters in the shapes: T tokens in the batch, S sequences, H query heads, Hkv KV heads, G = H / Hkv, d head size,
@@ -26,8 +27,8 @@ With TRITON_INTERPRET=1 in the environment the same source runs on the CPU, prog
 import functools
 import pathlib
 import runpy
+import sys
 from types import SimpleNamespace
-from typing import NamedTuple
 
 if __name__ == "__main__":     # up here: the demo wants the kernels interpreted, and @jit asks as it decorates
     bench = pathlib.Path(__file__).resolve().parent / "chapters/tools/bench_kernels.py"
@@ -37,12 +38,8 @@ if __name__ == "__main__":     # up here: the demo wants the kernels interpreted
 import torch
 import torch.nn.functional as F
 
-try:
-    import triton
-    import triton.language as tl
-    jit = triton.jit
-except ImportError:            # no Triton for this platform (macOS): the twins need none
-    triton, tl, jit = None, SimpleNamespace(constexpr=None), lambda function, **options: function
+import cpu_kernels
+from attention import SCRATCH, jit, paged_attention, paged_attention_triton, tl, triton
 
 
 # -- 1. RMSNorm -------------------------------------------------------------------------------------------------------
@@ -113,11 +110,10 @@ def rope_and_write_kv(qk, v, cos, sin, k_cache, v_cache, slot_mapping):
     batch's K/V before it attends, so a chunk's tokens see each other through the cache like any older token.
     """
     q, k = apply_rope(qk, cos, sin).split((qk.shape[1] - v.shape[1], v.shape[1]), dim=1)
-    if int(slot_mapping.min()) < 0:
-        real = slot_mapping >= 0                                                         # [T]
-        slot_mapping, k, v = slot_mapping[real], k[real], v[real]
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k.to(k_cache.dtype))              # [N*bs, Hkv, d] at T slots
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
+    real = slot_mapping >= 0                                                             # [T]
+    slots, bs = slot_mapping[real], k_cache.shape[1]
+    k_cache[slots // bs, slots % bs] = k[real].to(k_cache.dtype)                         # [Hkv, d] at each slot
+    v_cache[slots // bs, slots % bs] = v[real].to(v_cache.dtype)
     return q
 
 
@@ -203,405 +199,46 @@ def silu_and_mul_triton(gate_up):
     return out
 
 
-# -- 4. Attention over the paged cache --------------------------------------------------------------------------------
-
-class RowTile(NamedTuple):
-    """m query rows of each of a Gather's n sequences. Every row sees the keys 0 … clear-1, and of clear … n_keys-1 what
-    `mask` leaves."""
-    rows: slice | torch.Tensor       # which rows of q, n * m of them
-    m: int
-    n_keys: int
-    clear: int
-    mask: torch.Tensor | None        # 0 or -inf; [n, 1, 1, 1, n_keys - clear] of decodes, [m, 1, m] of a chunk; or None
-
-
-class Gather(NamedTuple):
-    """n sequences with L keys each, and the rows that see them: n decodes, or (n = 1) one decode or one chunk."""
-    n: int
-    index: torch.Tensor              # [n * Hkv * L], rows of the pool seen as [N * bs * Hkv, d]: slot * Hkv + head
-    bags: torch.Tensor | None        # [n * H, L] int32, the same rows once for each query head; None where n is 1
-    # Memory for what is gathered: a fresh tensor in each layer would cost a page fault for every 4 KiB of it.
-    k: torch.Tensor                  # [n * Hkv * L, d]
-    v: torch.Tensor | None           # the same; None where n > 1: there `bags` tell where the values lie
-    scores: torch.Tensor             # of the largest tile, [n * H * m * n_keys]
-    tiles: list[RowTile]
-
-
-SCORE_BYTES = 4 << 20                # of a chunk's tile: larger ones no longer stay in a CPU's caches
-GATHER_BYTES = 64 << 20              # of the keys of several decodes
-
-
-def paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, scale, plan=None):
-    """Causal attention of a ragged batch: sequence s owns query rows query_start_loc[s] : query_start_loc[s+1], which
-    are the *last* positions of its seq_lens[s] tokens; its keys lie in the blocks of block_tables[s]. S, T >= 1, and
-    every sequence has at least one row.
-
-    q [T, H, d], caches [N, bs, Hkv, d], query_start_loc [S+1], seq_lens [S], block_tables [S, B], scale a float;
-    plan: `gather_plan` of this batch, the same for all layers, so the caller makes it once  →  [T, H, d], q's dtype.
-    Rows of a sequence of length 0 (padding) come out as zeros. Scores have the cache's dtype, as in transformers' eager
-    attention, or fp32 for a row alone (the fused call's way); the kernels, which keep them in registers, have fp32.
-    """
-    (T, H, d), Hkv = q.shape, k_cache.shape[2]
-    if plan is None:
-        plan = gather_plan(query_start_loc, seq_lens, block_tables, k_cache, H)
-    keys, values = k_cache.view(-1, d), v_cache.view(-1, d)                              # [N*bs*Hkv, d]
-    out = q.new_zeros(T, H, d)
-    for n, index, bags, k, v, room, tiles in plan:
-        k = torch.index_select(keys, 0, index, out=k).view(n * Hkv, -1, d)               # [n*Hkv, L, d]
-        if bags is None:
-            v = torch.index_select(values, 0, index, out=v).view(n * Hkv, -1, d)         # [n*Hkv, L, d]
-        for rows, m, n_keys, clear, mask in tiles:
-            # The G = H / Hkv query heads that share a KV head (GQA) are rows of it: each key is read once for all G.
-            x = (q[rows] * scale).to(k.dtype).view(n, m, Hkv, H // Hkv, d)               # [n, m, Hkv, G, d]
-            x = x.transpose(1, 2).reshape(n * Hkv, -1, d)                                # [n*Hkv, m*G, d]
-            if n * m == 1:          # nothing is hidden from a row alone, and for so little one fused call is faster
-                x = F.scaled_dot_product_attention(x[None], k[None, :, :n_keys], v[None, :, :n_keys], scale=1.0)
-            else:                   # one piece of memory in turn for the scores, the masked ones and their softmax
-                scores = room[:n * H * m * n_keys].view(n * Hkv, -1, n_keys)             # [n*Hkv, m*G, n_keys]
-                torch.bmm(x, k[:, :n_keys].transpose(1, 2), out=scores)
-                if mask is not None:
-                    scores.view(n, Hkv, m, -1, n_keys)[..., clear:] += mask             # [n, Hkv, m, G, n_keys-clear]
-                p = torch.softmax(scores, -1, out=scores)                                # [n*Hkv, m*G, n_keys]
-                if bags is None:
-                    x = torch.bmm(p, v[:, :n_keys])                                      # [n*Hkv, m*G, d]
-                else:               # sums of a table's rows by weight, read where they lie: v need not be gathered
-                    x = F.embedding_bag(bags, values, per_sample_weights=p.view(bags.shape), mode="sum")    # [n*H, d]
-            out[rows] = x.view(n, Hkv, m, -1, d).transpose(1, 2).reshape(-1, H, d).to(q.dtype)           # [n*m, H, d]
-    return out
-
-
-def gather_plan(query_start_loc, seq_lens, block_tables, k_cache, num_heads, waste=0.25, slack=1500, tile_rows=128):
-    """Which query rows meet which keys, in few and large products: a list of Gather, the same for all layers.
-    k_cache: any layer's, for its sizes and dtype.
-
-    A prefill chunk is gathered by itself and cut into tiles of `tile_rows` rows, or down to 16 if their scores would
-    outgrow SCORE_BYTES: a tile leaves out the keys behind its last row, and only its own triangle needs a mask.
-    Decodes are sorted by length and padded to the longest of their gather. It takes the next one as long as the padding
-    is then at most `slack` keys, or at most the share `waste` of the keys it has: few products for short sequences,
-    little padding for long ones. Chunks come first in the plan.
-    Example (block size 4, one KV head; A decodes its 10th token from blocks 3 5 1, B prefills 3 tokens into block 2):
-        index 8 9 10                        a tile: rows 1:4, m 3, n_keys 3, clear 0, mask 3 x 3
-        index 12 13 14 15 20 21 22 23 4 5   a tile: rows 0:1, m 1, n_keys 10, clear 10, mask None
-    Padding points at a slot that its sequence does own. A masked key gets weight 0, but 0 * NaN is NaN: masking the
-    score alone would let the garbage of a stale slot through, so a stale slot is not even read.
-    """
-    device, (_, block_size, Hkv, d), dtype = block_tables.device, k_cache.shape, k_cache.dtype
-    heads, plan, decodes = torch.arange(Hkv, device=device)[:, None], [], []             # [Hkv, 1]
-    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
-
-    def add(block_tables, positions, tiles):
-        """block_tables [n, B] and positions [n, L] of n sequences, and the tiles of their rows."""
-        n = len(block_tables)
-        index = (slots_of(block_tables, positions, block_size)[:, None] * Hkv + heads).flatten()     # [n * Hkv * L]
-        k = k_cache.new_empty(len(index), d)
-        scores = k_cache.new_empty(n * num_heads * max(tile.m * tile.n_keys for tile in tiles))
-        bags = v = None
-        if n == 1:
-            v = torch.empty_like(k)
-        else:
-            bags = index.view(n, Hkv, 1, -1).expand(-1, -1, num_heads // Hkv, -1).reshape(n * num_heads, -1).int()
-        plan.append(Gather(n, index, bags, k, v, scores, tiles))
-
-    for s, L in enumerate(lens):
-        start, q_len = starts[s], starts[s + 1] - starts[s]
-        if q_len == 1 and L > 0:
-            decodes.append((L, s))
-        elif L > 0:
-            most = min(tile_rows, q_len, max(SCORE_BYTES // (num_heads * L * dtype.itemsize), 16))
-            triangle = torch.full((most, most), -torch.inf, dtype=dtype, device=device).triu_(1)
-            tiles = []
-            for a in range(0, q_len, most):
-                m, clear = min(most, q_len - a), L - q_len + a     # rows, and the position of the first of them
-                tiles.append(RowTile(slice(start + a, start + a + m), m, clear + m, clear, triangle[:m, None, :m]))
-            add(block_tables[s:s + 1], torch.arange(L, device=device)[None], tiles)
-    decodes.sort()
-    while decodes:
-        shortest, n, keys = decodes[0][0], 1, decodes[0][0]        # `keys` of the n sequences, without padding
-        for L, _ in decodes[1:]:
-            padding = L * n - keys                                 # if this one comes in, the others are padded to L
-            if padding > max(waste * keys, slack) or L * (n + 1) * Hkv * d * dtype.itemsize > GATHER_BYTES:
-                break
-            n, keys = n + 1, keys + L
-        bucket, L, decodes = sorted((s, length) for length, s in decodes[:n]), decodes[n - 1][0], decodes[n:]
-        # In the batch's order again: if they are neighbours there, their rows are one slice.
-        ids = torch.tensor([s for s, _ in bucket], device=device)                        # [n]
-        lengths = torch.tensor([length for _, length in bucket], device=device)[:, None]    # [n, 1]
-        positions, mask = torch.arange(L, device=device)[None], None                     # [1, L]
-        if shortest < L:
-            mask = torch.zeros(n, L - shortest, dtype=dtype, device=device)
-            mask = mask.masked_fill_(positions[:, shortest:] >= lengths, -torch.inf)[:, None, None, None]
-        a, b = starts[bucket[0][0]], starts[bucket[-1][0]] + 1
-        rows = slice(a, b) if b - a == n else query_start_loc[ids].long()
-        # Beyond its own last key a sequence repeats that key's position; the mask removes the repeats.
-        add(block_tables[ids], torch.minimum(positions, lengths - 1), [RowTile(rows, 1, L, shortest, mask)])
-    return plan
-
-
-def slots_of(block_tables, positions, block_size):
-    """Position p lives in block p // block_size of its table, at offset p % block_size.
-
-    block_tables [n, B], positions [n, L]  →  slots [n, L] int64.
-    Example: block_size 4, table [7, 2], 6 tokens  →  slots 28 29 30 31 | 8 9.
-    """
-    blocks = block_tables.long().gather(1, positions // block_size)                      # [n, L]
-    return blocks * block_size + positions % block_size                                               # [n, L]
-
-
-# The same on a GPU.  One program owns a *tile of rows*: BLOCK_Q consecutive queries of one sequence times the G query
-# heads of one KV head, row r being query r // G and head r % G. So each key that it reads serves all G heads.
-#
-#   decode launch   grid (S, Hkv, splits)     a tile is one query; its keys are shared out in splits of SPLIT keys
-#   merge launch    grid (S, H)               adds up the splits of a long decode
-#   chunk launch    grid (tiles, Hkv)         a tile is up to 128 rows of a chunk; one program walks all their keys
-#
-# A program walks its keys tile by tile with the *online softmax*: for each row it carries the largest score so far, m,
-# the sum l of exp(score - m), and acc, the sum of exp(score - m) * v. When a tile brings a larger m, the old l and acc
-# are scaled by exp(m_old - m_new); at the end acc / l is the attention. The scores [queries, keys] never reach memory.
-# What a row sums, and in which order, follows from its own position: tiles and splits have a fixed size (not a fixed
-# number), and a masked key adds an exact 0. That is why a sequence gets the same bits alone and in company.
-
-SPLIT = 512                        # keys a program of the decode launch walks; a split leaves d + 2 floats a head
-LOG2_E = 1.4426950408889634        # exp(x) = exp2(x * log2 e), and exp2 is one instruction of a GPU
-
-# (rows, keys, warps, stages), the first that fits. Of `stages` Triton makes a pipeline: while a tile of keys is in use,
-# later ones are on their way. A key's address needs its block number, itself a load, so a tile takes two stages: 3 have
-# one tile of K and V under way, 5 have two. Decodes wait for memory alone and want more of it under way.
-CHUNK_TILES = ((128, 64, 8, 3), (64, 32, 8, 3), (32, 32, 4, 3), (16, 16, 4, 3))
-DECODE_TILES = ((16, 64, 4, 5), (16, 32, 4, 5), (16, 16, 4, 3))
-FP32_TILES = ((16, 16, 4, 3),)     # exact fp32 products are not for the tensor cores, and larger ones spill registers
-
-
-def tile_bytes(rows, keys, stages, BLOCK_D, itemsize):
-    """Shared memory of a program on an NVIDIA card, at most.
-    Example: (128, 64, 8, 3) in bf16 at d = 128: q 32 KiB, K and V 2 * (16 + 16) KiB, and 3 KiB: 99 KiB.
-    The second K and V are Hopper's: from 64 rows on its tensor cores read shared memory themselves and let go of a tile
-    one step later. The last 3 KiB are block numbers, and what the warps tell each other for the softmax."""
-    tiles = (stages - 1) // 2 + (rows >= 64)
-    return itemsize * BLOCK_D * (rows + 2 * tiles * keys) + 3 * 1024
-
-
-@functools.lru_cache(maxsize=None)
-def choose_tile(tiles, d, G, itemsize, shared_memory):
-    """The first of `tiles` that fits into `shared_memory` bytes, for head size d and G query heads a KV head
-    →  (rows, keys, warps, stages). ValueError where none does: at the first call, not as a launch that fails elsewhere.
-    vLLM: v1/attention/ops/triton_unified_attention.py:784 _get_tile_size."""
-    for rows, keys, warps, stages in FP32_TILES if itemsize == 4 else tiles:
-        rows = max(rows, triton.next_power_of_2(G))
-        if tile_bytes(rows, keys, stages, max(triton.next_power_of_2(d), 16), itemsize) <= shared_memory:
-            return rows, keys, warps, stages
-    raise ValueError(f"no attention tile for head size {d}, {G} query heads a KV head and {itemsize}-byte elements fits"
-                     f" into {shared_memory} bytes of shared memory; --attention-backend torch can run it")
-
-
-@functools.lru_cache(maxsize=None)
-def shared_memory_limit(device):
-    """Bytes a program may take: what the card has, 99 KiB at most, so that on a large one two programs run abreast."""
-    if device.type == "cpu":
-        return 99 * 1024
-    card = torch.cuda.get_device_properties(device)
-    return min(99 * 1024, getattr(card, "shared_memory_per_block_optin", 0) or card.shared_memory_per_block)
-
-
-@jit
-def _find_sequence(query_start_loc, tile, S, BLOCK_Q: tl.constexpr):
-    """The sequence that owns `tile`, by bisection. Sequence s begins at tile query_start_loc[s] // BLOCK_Q + s: the + s
-    leaves each earlier one a tile to round up with, so no two overlap, and T // BLOCK_Q + S tiles are enough: a grid
-    made without asking the GPU for chunk lengths.
-    Example: BLOCK_Q 4, chunks of 6 and 1 tokens, query_start_loc 0 6 7: s = 0 owns tiles 0 and 1, s = 1 tile 2."""
-    low, high = 0, S
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= tile:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@jit
-def _attend(q, m, l, acc, k_base, v_base, table, row_position, first, last, scale, c_b, c_s, c_d, bt_b,
-            BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """The online softmax over keys first … last-1, TILE at a time, for q [M, BLOCK_D]  →  m, l [M], acc [M, BLOCK_D].
-    MASKED false: every row sees every one of these keys, and TILE divides their number."""
-    dims = tl.arange(0, BLOCK_D)[None, :]                                                # [1, BLOCK_D]
-    for start in range(first, last, TILE):
-        position = start + tl.arange(0, TILE)                                            # [TILE]
-        real = position < last
-        block = tl.load(table + position // BLOCK_SIZE * bt_b, mask=real, other=0)       # [TILE]
-        slot = block.to(tl.int64) * c_b + position % BLOCK_SIZE * c_s                    # [TILE]
-        # A slot past the end holds what its last owner left there, a NaN maybe, and 0 * NaN is NaN: it is not read.
-        at = real[:, None] & (dims < D)                                                  # [TILE, BLOCK_D]
-        k = tl.load(k_base + slot[:, None] + dims * c_d, mask=at, other=0.0)             # [TILE, BLOCK_D]
-        v = tl.load(v_base + slot[:, None] + dims * c_d, mask=at, other=0.0)             # [TILE, BLOCK_D]
-        # "ieee": fp32 products in fp32. The default on NVIDIA cards, TF32, keeps 10 bits of each fraction.
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale                  # [M, TILE] fp32
-        if MASKED:
-            visible = real[None, :] & (position[None, :] <= row_position[:, None])       # [M, TILE]
-            scores = tl.where(visible, scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, axis=1))                                    # [M]
-        # A row that has seen no key yet is still at -inf, and -inf - -inf is NaN. Less 0 instead: exp2(-inf) is 0.
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)                             # [M]
-        p = tl.exp2(scores - shift[:, None])                                             # [M, TILE]
-        old = tl.exp2(m - shift)                                                         # [M]
-        l = l * old + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
-        m = m_new
-    return m, l, acc
-
-
-# Triton compiles a kernel anew where an argument becomes 1 or divisible by 16, to make use of it: a pause of a second
-# while serving. Not so for the arguments that change from step to step.
-@functools.partial(jit, do_not_specialize=("S", "max_splits", "bt_s"))
-def _paged_attention_kernel(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out, part_acc, part_ml,
-                            scale, S, H, max_splits, q_t, q_h, q_d, c_b, c_s, c_h, c_d, bt_s, bt_b,
-                            DECODE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, G: tl.constexpr,
-                            D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr):
-    """One tile of rows against its keys, in the decode launch (DECODE) or the chunk launch.
-
-    In registers: acc [BLOCK_M, BLOCK_D] and the scores [BLOCK_M, TILE], fp32. For 128 rows, d = 128 and 64 keys that is
-    96 KiB, for each thread of 8 warps 64 + 32 registers of its 255. K and V pass through shared memory.
-    """
-    # 1) Whose rows?  Each launch leaves alone the sequences of the other kind.
-    BLOCK_Q: tl.constexpr = 1 if DECODE else BLOCK_M // G
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)                           # a chunk has split 0 only
-    if DECODE:
-        s = tile
-    else:
-        tile = tl.num_programs(0) - 1 - tile           # late tiles have the most keys to walk: they start first
-        s = _find_sequence(query_start_loc, tile, S, BLOCK_Q)
-    row0 = tl.load(query_start_loc + s).to(tl.int64)
-    q_len = (tl.load(query_start_loc + s + 1) - row0).to(tl.int32)
-    seq_len = tl.load(seq_lens + s).to(tl.int32)
-    first_query = 0
-    if not DECODE:
-        first_query = ((tile - row0 // BLOCK_Q - s) * BLOCK_Q).to(tl.int32)
-    begin = split * SPLIT
-    if (q_len == 1) != DECODE or first_query >= q_len or begin >= seq_len:
-        return
-
-    # 2) The rows. Rows to spare are computed like the others, with q = 0, and not stored.
-    r = tl.arange(0, BLOCK_M)                                                            # [BLOCK_M]
-    dims = tl.arange(0, BLOCK_D)                                                         # [BLOCK_D]
-    query, head = first_query + r // G, kv_head * G + r % G                              # [BLOCK_M] each
-    real = (r < BLOCK_Q * G) & (query < q_len)                                           # [BLOCK_M]
-    at = real[:, None] & (dims < D)[None, :]                                             # [BLOCK_M, BLOCK_D]
-    q_tile = tl.load(q + ((row0 + query) * q_t + head * q_h)[:, None] + dims[None, :] * q_d, mask=at, other=0.0)
-    q_tile = q_tile.to(k_cache.dtype.element_ty)                                         # [BLOCK_M, BLOCK_D]
-    row_position = seq_len - q_len + query             # the queries are the last q_len positions of the sequence
-
-    # 3) The keys: up to `clear` they are visible to every row; from there to `end` each row has its own edge.
-    if DECODE:
-        end = tl.minimum(seq_len, begin + SPLIT)
-        clear = begin + (end - begin) // TILE * TILE
-    else:
-        end = tl.minimum(seq_len, seq_len - q_len + first_query + BLOCK_Q)
-        clear = tl.maximum(seq_len - q_len + first_query + 1, 0) // TILE * TILE
-    k_base, v_base = k_cache + kv_head.to(tl.int64) * c_h, v_cache + kv_head.to(tl.int64) * c_h
-    table = block_tables + s.to(tl.int64) * bt_s
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m, l, acc = _attend(q_tile, m, l, acc, k_base, v_base, table, row_position, begin, clear, scale,
-                        c_b, c_s, c_d, bt_b, BLOCK_SIZE, TILE, D, BLOCK_D, MASKED=False)
-    m, l, acc = _attend(q_tile, m, l, acc, k_base, v_base, table, row_position, clear, end, scale,
-                        c_b, c_s, c_d, bt_b, BLOCK_SIZE, TILE, D, BLOCK_D, MASKED=True)
-
-    # 4) The result, or this split's share of it.
-    if DECODE and seq_len > SPLIT:
-        part = (s.to(tl.int64) * H + head) * max_splits + split                          # [BLOCK_M]
-        tl.store(part_acc + part[:, None] * D + dims[None, :], acc, mask=at)
-        tl.store(part_ml + part * 2, m, mask=real)
-        tl.store(part_ml + part * 2 + 1, l, mask=real)
-    else:
-        acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]                                  # a row without keys: 0 / 1
-        tl.store(out + ((row0 + query) * H + head)[:, None] * D + dims[None, :], acc.to(out.dtype.element_ty), mask=at)
-
-
-@functools.partial(jit, do_not_specialize=("max_splits",))
-def _merge_splits_kernel(query_start_loc, seq_lens, out, part_acc, part_ml, H, max_splits,
-                         SPLIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
-    """A program owns one head of one long decode and adds up its splits, WIDTH at a time: the online softmax once more,
-    with a split where a key was. Nothing is lost by splitting: m, l and acc are all that the keys left behind.
-    vLLM: v1/attention/ops/triton_unified_attention.py:685 reduce_segments"""
-    s, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.load(query_start_loc + s).to(tl.int64)
-    splits = tl.cdiv(tl.load(seq_lens + s).to(tl.int32), SPLIT)
-    if tl.load(query_start_loc + s + 1) - row != 1 or splits <= 1:
-        return
-    dims = tl.arange(0, BLOCK_D)                                                         # [BLOCK_D]
-    m, l, acc = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)                      # scalars, [BLOCK_D]
-    for first in range(0, splits, WIDTH):
-        i = first + tl.arange(0, WIDTH)                                                  # [WIDTH]
-        part = (s * H + head) * max_splits + i                                           # [WIDTH]
-        at = (i < splits)[:, None] & (dims < D)[None, :]                                 # [WIDTH, BLOCK_D]
-        part_m = tl.load(part_ml + part * 2, mask=i < splits, other=float("-inf"))       # [WIDTH]
-        part_l = tl.load(part_ml + part * 2 + 1, mask=i < splits, other=0.0)             # [WIDTH]
-        share = tl.load(part_acc + part[:, None] * D + dims[None, :], mask=at, other=0.0)
-        m_new = tl.maximum(m, tl.max(part_m, axis=0))
-        weight, old = tl.exp2(part_m - m_new), tl.exp2(m - m_new)                        # [WIDTH], scalar
-        l = l * old + tl.sum(weight * part_l, axis=0)
-        acc = acc * old + tl.sum(weight[:, None] * share, axis=0)                        # [BLOCK_D]
-        m = m_new
-    tl.store(out + (row * H + head) * D + dims, (acc / l).to(out.dtype.element_ty), mask=dims < D)
-
-
-def paged_attention_triton(q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, scale, plan=None):
-    """`paged_attention` in up to three launches. Nothing waits for the GPU: the grids are upper bounds, made of shapes
-    alone (so a CUDA graph can hold them), and a program with nothing to do returns. `plan` is the twin's and unused."""
-    (T, H, d), S, (_, block_size, Hkv, _) = q.shape, len(seq_lens), k_cache.shape
-    assert k_cache.stride() == v_cache.stride(), "K and V are laid out alike"
-    G, BLOCK_D, limit = H // Hkv, max(triton.next_power_of_2(d), 16), shared_memory_limit(q.device)
-    query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
-    out = torch.zeros(T, H, d, dtype=q.dtype, device=q.device)                           # padding rows stay 0
-    max_splits = triton.cdiv(block_tables.shape[1] * block_size, SPLIT)
-    part_acc, part_ml = out, out                       # where no sequence can be longer than a split, nothing is split
-    if max_splits > 1:
-        part_acc = torch.empty(S, H, max_splits, d, dtype=torch.float32, device=q.device)
-        part_ml = torch.empty(S, H, max_splits, 2, dtype=torch.float32, device=q.device)
-
-    def launch(tiles, decode):
-        BLOCK_M, TILE, warps, stages = choose_tile(tiles, d, G, k_cache.element_size(), limit)
-        grid = (S, Hkv, max_splits) if decode else (T // (BLOCK_M // G) + S, Hkv, 1)
-        _paged_attention_kernel[grid](
-            q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out, part_acc, part_ml, scale * LOG2_E,
-            S, H, max_splits, *q.stride(), *k_cache.stride(), *block_tables.stride(), DECODE=decode, SPLIT=SPLIT,
-            BLOCK_SIZE=block_size, G=G, D=d, BLOCK_D=BLOCK_D, BLOCK_M=BLOCK_M, TILE=TILE,
-            num_warps=warps, num_stages=stages)
-
-    launch(DECODE_TILES, decode=True)
-    if max_splits > 1:
-        _merge_splits_kernel[(S, H)](query_start_loc, seq_lens, out, part_acc, part_ml, H, max_splits,
-                                     SPLIT=SPLIT, D=d, BLOCK_D=BLOCK_D, WIDTH=16)
-    if T != S:                                         # every sequence has a row at least: T = S says, decodes only
-        launch(CHUNK_TILES, decode=False)
-    return out
-
-
-# -- 5. Which implementation runs -------------------------------------------------------------------------------------
+# -- 4. Which implementation runs -------------------------------------------------------------------------------------
 
 TORCH = SimpleNamespace(rms_norm=rms_norm, rope_and_write_kv=rope_and_write_kv, silu_and_mul=silu_and_mul,
-                        paged_attention=paged_attention, plan=gather_plan, name="torch")
+                        paged_attention=paged_attention, name="torch")
 TRITON = SimpleNamespace(rms_norm=rms_norm_triton, rope_and_write_kv=rope_and_write_kv_triton,
-                         silu_and_mul=silu_and_mul_triton, paged_attention=paged_attention_triton,
-                         plan=lambda *batch: None, name="triton")
+                         silu_and_mul=silu_and_mul_triton, paged_attention=paged_attention_triton, name="triton")
 
 
-def select_backend(name, device):
-    """`--attention-backend`: "torch" the twins, "triton" the kernels, "auto" the kernels on a GPU (CUDA, ROCm) and the
-    twins elsewhere  →  a namespace of the four operations and `plan`. ValueError for what can't run: "triton" on a
-    CPU is for tests alone, and needs TRITON_INTERPRET=1 to be set before this module is imported.
+def select_backend(name, device, dtype, head_size, G):
+    """`--attention-backend`: "torch" the twins, "triton" the kernels above, "cpu" those of cpu_kernels.c, compiled for
+    this dtype, head size and G if they weren't before; "auto" Triton on a GPU (CUDA, ROCm), C on a CPU, and the twins
+    where that can't be, with a line that says so  →  a namespace of the operations; cpu's multiplies matrices, too.
+    ValueError for what can't run. ("triton" on a CPU is for tests alone, with TRITON_INTERPRET=1 set beforehand.)
     vLLM: v1/attention/selector.py:101 get_attn_backend, which has a dozen to choose from.
     """
-    if name not in ("auto", "torch", "triton"):
-        raise ValueError(f"attention backend {name!r} is unknown; --attention-backend takes auto, torch or triton")
+    if name not in ("auto", "torch", "triton", "cpu"):
+        raise ValueError(f"attention backend {name!r} is unknown; --attention-backend takes auto, torch, triton or cpu")
     on_gpu = torch.device(device).type == "cuda"       # what PyTorch calls a ROCm device, too
-    if name == "torch" or name == "auto" and not (on_gpu and triton):
+    if name == "cpu" and on_gpu:
+        raise ValueError(f"--attention-backend cpu: its kernels read no memory of device {str(device)!r}; take auto")
+    if name == "cpu" or name == "auto" and torch.device(device).type == "cpu":
+        try:
+            return cpu_kernels.backend(dtype, head_size, G)
+        except cpu_kernels.NotAvailable as reason:
+            if name == "cpu":
+                raise ValueError(f"--attention-backend cpu: {reason}; take auto or torch") from reason
+            say_once(f"nano-serve: plain PyTorch computes, several times slower than cpu_kernels.c would: {reason}")
+    if name == "torch" or not on_gpu and name == "auto" or name == "auto" and not triton:
         return TORCH
     if triton is None:
         raise ValueError("--attention-backend triton: Triton is not installed (pip install triton; Linux only)")
     if not on_gpu and isinstance(_rms_norm_kernel, triton.JITFunction):
         raise ValueError(f"--attention-backend triton: no kernel runs on device {str(device)!r}; take auto or "
                          "torch, or set TRITON_INTERPRET=1 to have the kernels interpreted, slowly")
-    return TRITON
+    # The memory for splits is made once, with the model and so before the KV pool takes what is left of the card.
+    scratch = torch.empty(SCRATCH, device=device)
+    attention = functools.partial(paged_attention_triton, scratch=scratch)
+    return SimpleNamespace(**vars(TRITON) | {"paged_attention": attention})
+
+
+@functools.lru_cache(maxsize=None)
+def say_once(line):
+    print(line, file=sys.stderr)

@@ -284,7 +284,7 @@ class KVCacheManager:
         vLLM: v1/core/kv_cache_manager.py:229 KVCacheManager.get_computed_blocks
         """
         blocks: list[KVCacheBlock] = []
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.skip_reading_prefix_cache:
             return blocks
         for block_hash in request.block_hashes[:(request.num_tokens - 1) // self.block_size]:
             block = self.block_pool.get_cached_block(block_hash)

@@ -15,8 +15,6 @@ from torch import nn
 
 import kernels
 
-PACKED_FOR_ROWS = 32     # oneDNN picks tiles for so many rows; `bench_peers.py --linears` shows them at 1 to 2,048
-
 
 # -- 1. What goes in --------------------------------------------------------------------------------------------------
 
@@ -49,34 +47,37 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A matrix [out, in], with a bias or without; zeros until the checkpoint fills it. `packed`: see pack_weights."""
+    """A matrix [out, in], with a bias or without; zeros until the checkpoint fills it. gated: it is gate above up, and
+    what comes out is silu(gate) * up, [T, out / 2]. `packed`: see pack_weights."""
 
-    def __init__(self, n_in, n_out, bias, dtype, device):
+    def __init__(self, ops, n_in, n_out, bias, dtype, device, gated=False):
         super().__init__()
         zeros = lambda *shape: nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
-        self.weight, self.bias, self.packed = zeros(n_out, n_in), zeros(n_out) if bias else None, None
+        self.weight, self.bias = zeros(n_out, n_in), zeros(n_out) if bias else None
+        self.ops, self.packed, self.gated = ops, None, gated
 
     def forward(self, x, with_bias=True):
         """x [T, in]  →  [T, out]."""
         bias = self.bias if with_bias else None
         if self.packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")  # no activation fused
-        return F.linear(x, self.weight, bias)
+            return self.ops.linear(x, self.packed, bias)
+        x = F.linear(x, self.weight, bias)
+        return self.ops.silu_and_mul(x) if self.gated else x
 
 
 class LlamaLayer(nn.Module):
     """What one layer holds. Of `size` ranks each has the same fields with a slice of every matrix: qkv and gate_up cut
     by output, o and down by input. H, Hkv, I: this rank's query heads, KV heads, rows of gate (and of up)."""
 
-    def __init__(self, config, H, Hkv, I, dtype, device):
+    def __init__(self, ops, config, H, Hkv, I, dtype, device):
         super().__init__()
         D, d, to = config.hidden_size, config.head_dim, (dtype, device)
         self.input_layernorm = Norm(D, *to)
-        self.qkv_proj = Linear(D, (H + 2 * Hkv) * d, config.attention_bias, *to)     # q, k, v one above the other
-        self.o_proj = Linear(H * d, D, config.attention_bias, *to)
+        self.qkv_proj = Linear(ops, D, (H + 2 * Hkv) * d, config.attention_bias, *to)    # q, k, v one above the other
+        self.o_proj = Linear(ops, H * d, D, config.attention_bias, *to)
         self.post_attention_layernorm = Norm(D, *to)
-        self.gate_up_proj = Linear(D, 2 * I, config.mlp_bias, *to)                   # gate above up
-        self.down_proj = Linear(I, D, config.mlp_bias, *to)
+        self.gate_up_proj = Linear(ops, D, 2 * I, config.mlp_bias, *to, gated=True)
+        self.down_proj = Linear(ops, I, D, config.mlp_bias, *to)
 
 
 class Llama(nn.Module):
@@ -91,16 +92,16 @@ class Llama(nn.Module):
         super().__init__()
         config.check_tensor_parallel(tp_size)
         self.config, self.tp_rank, self.tp_size, self.comm = config, tp_rank, tp_size, comm
-        self.ops = kernels.select_backend(attention_backend, torch.device(device))
+        self.ops = ops = select_ops(config, attention_backend, dtype, device, tp_size)
         self.num_heads = config.num_attention_heads // tp_size                       # this rank's
         self.num_kv_heads = max(config.num_key_value_heads // tp_size, 1)
         vocab, D, to = config.padded_vocab(tp_size) // tp_size, config.hidden_size, (dtype, device)
-        self.embed_tokens = Linear(D, vocab, False, *to)
+        self.embed_tokens = Linear(ops, D, vocab, False, *to)
         self.layers = nn.ModuleList(
-            LlamaLayer(config, self.num_heads, self.num_kv_heads, config.intermediate_size // tp_size, *to)
+            LlamaLayer(ops, config, self.num_heads, self.num_kv_heads, config.intermediate_size // tp_size, *to)
             for _ in range(config.num_hidden_layers))
         self.norm = Norm(D, *to)
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else Linear(D, vocab, False, *to)
+        self.lm_head = self.embed_tokens if config.tie_word_embeddings else Linear(ops, D, vocab, False, *to)
         self.inv_freq = rope_frequencies(config).to(device)                          # [d/2] fp32
 
     def forward(self, batch, kv_cache):
@@ -108,20 +109,19 @@ class Llama(nn.Module):
         x is what the next block reads, residual what it adds to: keeping them apart lets each norm do the add."""
         ops, eps = self.ops, self.config.rms_norm_eps
         cos, sin = self.rope_cos_sin(batch.positions)                                # [T, d] each
-        plan = ops.plan(batch.query_start_loc, batch.seq_lens, batch.block_tables, kv_cache.k[0], self.num_heads)
         x, residual = self.embed(batch.token_ids), None                              # [T, D]
         for layer, k_cache, v_cache in zip(self.layers, kv_cache.k, kv_cache.v):
             x, residual = ops.rms_norm(x, layer.input_layernorm.weight, eps, residual)
             qk, v = self.qkv(layer, x)                                               # [T, H + Hkv, d], [T, Hkv, d]
             q = ops.rope_and_write_kv(qk, v, cos, sin, k_cache, v_cache, batch.slot_mapping)     # [T, H, d]
             x = ops.paged_attention(q, k_cache, v_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables,
-                                    self.config.head_dim ** -0.5, plan).flatten(1)   # [T, H * d]
+                                    self.config.head_dim ** -0.5).flatten(1)         # [T, H * d]
             if layer is self.layers[-1]:
                 # From here on no token looks at another, and of a chunk of 2,000 tokens only the last makes a logit.
                 x, residual = x[batch.logits_indices], residual[batch.logits_indices]        # T is S' from here on
             x = self.row_parallel(layer.o_proj, x)                                   # [T, D]
             x, residual = ops.rms_norm(x, layer.post_attention_layernorm.weight, eps, residual)
-            x = ops.silu_and_mul(layer.gate_up_proj(x))                              # [T, I]
+            x = layer.gate_up_proj(x)                                                # [T, I]
             x = self.row_parallel(layer.down_proj, x)                                # [T, D]
         x, _ = ops.rms_norm(x, self.norm.weight, eps, residual)                      # [S', D]
         return self.logits(x)
@@ -161,23 +161,19 @@ class Llama(nn.Module):
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
     def pack_weights(self):
-        """On a CPU: lay each matrix out in the tiles that oneDNN's products walk through, once, not in each product.
-        For 1 to 32 rows of a 135M model that takes 30 to 53 % off their time (`bench_peers.py --linears`).
+        """For cpu_kernels.c: lay each matrix out in the order in which its products read it. The plain copy is dropped,
+        but for the embedding, from which single rows are read: one that is the head, too, is then held twice."""
+        for name, proj in self.named_modules():
+            if self.ops.name == "cpu" and isinstance(proj, Linear) and (name != "embed_tokens" or proj is self.lm_head):
+                proj.packed = self.ops.pack(proj.weight.detach(), proj.gated)
+                if name != "embed_tokens":
+                    proj.weight = None
 
-        The plain copy is dropped, but for the embedding, from which single rows are read: a tied model then holds it
-        twice. Nothing happens where this build of PyTorch or the dtype has no such layout."""
-        mkldnn, dtype = torch.ops.mkldnn, self.norm.weight.dtype
-        if not torch.backends.mkldnn.is_available() or not hasattr(mkldnn, "_reorder_linear_weight"):
-            return
-        supported = {torch.float16: mkldnn._is_mkldnn_fp16_supported, torch.bfloat16: mkldnn._is_mkldnn_bf16_supported}
-        if dtype in supported and not supported[dtype]():
-            return
-        for name, weights in self.named_modules():
-            embedding = name == "embed_tokens"
-            if isinstance(weights, Linear) and (not embedding or self.lm_head is weights):
-                weights.packed = mkldnn._reorder_linear_weight(weights.weight.detach(), PACKED_FOR_ROWS)
-                if not embedding:
-                    weights.weight = None
+
+def select_ops(config, attention_backend, dtype, device, tp_size):
+    """The operations for a rank's share of the heads."""
+    G = config.num_attention_heads // tp_size // max(config.num_key_value_heads // tp_size, 1)
+    return kernels.select_backend(attention_backend, torch.device(device), dtype, config.head_dim, G)
 
 
 # -- 3. The rotary angles ---------------------------------------------------------------------------------------------

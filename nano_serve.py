@@ -35,13 +35,12 @@ from kv_cache import KVCache, KVCacheManager
 from model import ForwardBatch
 from processor import CHAT_OPTIONS, InputProcessor, OutputProcessor
 from request import RequestOutput, RequestRefused, SamplingParams
-from sampling import sample, top_logprobs
+from sampling import sample, top_logprobs, why_no_token
 from scheduler import Scheduler, SchedulerConfig, check_invariants
 from text import TextCodec
 from worker import WorkerError, interrupts_wait, make_executor
 
 
-NOT_FINITE = "the model's logits are not finite (NaN or inf); try --dtype float32 or bfloat16"
 
 
 # -- 1. The engine ----------------------------------------------------------------------------------------------------
@@ -66,9 +65,6 @@ class LLMEngine:
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: PyTorch sees no GPU here; --device cpu (or auto) needs none")
         device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        if args.compile and (device != "cpu" or args.tensor_parallel_size > 1 or args.attention_backend == "triton"):
-            raise ValueError("--compile is for one process on a CPU and the PyTorch twins, not for --device "
-                             f"{device}, -tp {args.tensor_parallel_size}, --attention-backend {args.attention_backend}")
         dtype = parse_dtype(args.dtype) or auto_dtype(self.config, device)
         self.device, self.dtype = torch.device(device), dtype
         # All that can be refused is refused before the weights are read.
@@ -85,14 +81,14 @@ class LLMEngine:
         self._threads = args.threads or (1 if small and device == "cpu" else torch.get_num_threads())
         with cpu_threads(self._threads):
             self.executor = make_executor(folder, dtype, device, args.attention_backend, args.tensor_parallel_size,
-                                          args.enforce_eager, args.compile)
+                                          args.enforce_eager)
             if num_blocks is None:   # on a GPU: what the weights leave of the share that was asked for
                 free, total = torch.cuda.mem_get_info()
                 num_blocks = int(args.gpu_memory_utilization * total - (total - free)) // block_bytes
                 self.scheduler = self._make_scheduler(num_blocks)
             self.executor.init_kv_cache(num_blocks, args.block_size)
         self.inputs = InputProcessor(args, self.config, self.codec)
-        self.outputs = OutputProcessor(self.scheduler.finish_request)
+        self.outputs = OutputProcessor(self.codec, self.scheduler.finish_request)
         self._results = []                       # of a step that didn't get to return them: the next one does
         self._in_step, self._aborts, self.closed = False, [], False
 
@@ -180,26 +176,25 @@ class LLMEngine:
         # schedule() has counted this step's tokens as computed already. Whoever has now computed all that is known gets
         # a new token; a chunk that stops short of the end predicts a known one, so nobody looks at its logits.
         ends = [r for r in output.scheduled_requests if r.num_computed_tokens == r.num_tokens]
-        sampled, logprobs = {}, {}
+        sampled, logprobs, errors = {}, {}, {}
         if output.scheduled_requests:       # an empty plan is possible: by priority, the only runner may preempt itself
             # 2) The plan as tensors  → build_batch, below.   3) The forward pass  → worker.py, model.py
             batch = build_batch(output, self.scheduler.kv_cache_manager, self.device)
-            logits = self.executor.execute(batch)                                        # [S', V]
+            logits = self.outputs.take_prompt_logprobs(output, self.executor.execute(batch))     # [S', V]
             # 4) One token for each row that has one to come  → sampling.py
             tokens = zip(ends, sample(logits, ends))
             sampled = {request.request_id: token_id for request, token_id in tokens if token_id is not None}
             logprobs = self._logprobs(logits, ends, sampled)
+            errors = {r.request_id: why_no_token(row, r) for r, row in zip(ends, logits) if r.request_id not in sampled}
         # 5) Append, stop?, free  → scheduler.py.   6) The token as text, and what the caller sees  → processor.py
         now = self.clock()
-        failed = [request for request in ends if request.request_id not in sampled]
-        for request in failed:
-            self.scheduler.finish_request(request.request_id, "error")
+        for request_id in errors:
+            self.scheduler.finish_request(request_id, "error")
         self.scheduler.update_from_output(output, sampled)
         texts = {}
         for request in ends:
             i = request.request_id
-            error = None if i in sampled else NOT_FINITE
-            self._results.append(self.outputs.process(i, sampled.get(i), logprobs.get(i), error, now))
+            self._results.append(self.outputs.process(i, sampled.get(i), logprobs.get(i), errors.get(i), now))
             texts[i] = self._results[-1].outputs[0].delta
         finished = [r.request_id for r in ends if r.finish_reason is not None]      # by a token, or by a stop string
         self.records.append(self.scheduler.make_record(self.num_steps, output, sampled, start, self.clock() - start,
@@ -276,6 +271,7 @@ def build_batch(output, kv_cache_manager, device):
         lens.append(n)
         seq_lens.append(end)
         tables.append(kv_cache_manager.get_block_ids(request.request_id))
+        logits_indices += [len(token_ids) - end + p for p in request.prompt_positions(n)]
         if end == request.num_tokens:
             logits_indices.append(len(token_ids) - 1)
     width = max(map(len, tables))

@@ -10,8 +10,10 @@ import dataclasses
 import random
 from dataclasses import dataclass
 
-from request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestRefused, SamplingParams
-from text import Detokenizer
+from request import (CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestRefused, SamplingParams,
+                     bad_words_token_ids)
+from sampling import prompt_logprobs
+from text import DecodeStream, Detokenizer
 
 CHAT_OPTIONS = "chat_template", "add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs"
 
@@ -27,6 +29,7 @@ class LiveRequest:
     logprobs: list | None            # what is reported so far, if the request asked for it
     parent: str                      # the id that the caller gave: its own, but for one of n answers
     index: int                       # which of n answers
+    prompt_stream: DecodeStream | None = None        # for the texts of prompt_logprobs
 
 
 class InputProcessor:
@@ -47,13 +50,14 @@ class InputProcessor:
             raise RequestRefused(f"sampling parameters: {error}") from None
         text, token_ids, cache_salt = self.tokenize(prompt)
         self._check_ids("prompt token id", token_ids)
-        self._check_params(params)
+        banned = bad_words_token_ids(params.bad_words, lambda word: self.codec.encode(word, add_special_tokens=False))
+        self._check_params(params, banned)
         for name, value in (("priority", priority), ("arrival_time", arrival_time)):
             if not isinstance(value, (int, float)) or value != value:
                 raise RequestRefused(f"{name} must be a number, got {value!r:.40}")
         ids = [request_id] if params.n == 1 else [f"{j}_{request_id}" for j in range(params.n)]
         return [LiveRequest(Request(child, token_ids, self._params_of(params, j), arrival_time, priority,
-                                    self.eos_token_ids, cache_salt),
+                                    self.eos_token_ids, cache_salt, banned),
                             text, Detokenizer(self.codec, params, token_ids), None if params.logprobs is None else [],
                             request_id, j)
                 for j, child in enumerate(ids)]
@@ -97,13 +101,13 @@ class InputProcessor:
             if type(i) is not int or not 0 <= i < self.config.vocab_size:
                 raise RequestRefused(f"{what} {i!r:.40} is not in the vocabulary, 0 to {self.config.vocab_size - 1}")
 
-    def _check_params(self, params):
+    def _check_params(self, params, banned):
         """What SamplingParams can't know: the vocabulary, and this engine's limits."""
-        self._check_ids("stop_token_ids: id", params.stop_token_ids)
+        params.check_model(self.config.vocab_size, self.eos_token_ids, banned)
         for name, value, limit, why in (
-                ("logprobs", params.logprobs or 0, self.config.vocab_size, "the vocabulary"),
                 ("n", params.n, self.args.max_n, "--max-n"),
-                ("the number of stop strings", len(params.stop), self.args.max_stop_strings, "--max-stop-strings")):
+                ("the number of stop strings", len(params.stop), self.args.max_stop_strings, "--max-stop-strings"),
+                ("the number of bad words", len(params.bad_words), self.args.max_stop_strings, "--max-stop-strings")):
             if value > limit:
                 raise RequestRefused(f"{name} = {value} is more than {limit} ({why})")
 
@@ -121,9 +125,9 @@ def as_list_of_ids(ids):
 class OutputProcessor:
     """The live requests, and the one place where each gets its token."""
 
-    def __init__(self, finish_request):
+    def __init__(self, codec, finish_request):
         """finish_request: Scheduler.finish_request, for a stop string: the scheduler sees ids, not text."""
-        self.finish_request = finish_request
+        self.codec, self.finish_request = codec, finish_request
         self.live = {}                           # request id → LiveRequest
         self.children = {}                       # of a parent with n > 1: its id → ids of those that have not ended
 
@@ -149,6 +153,35 @@ class OutputProcessor:
                 request.finish_reason, request.stop_reason = "stop", stop
         return self.output_of(live, now, error, shown)
 
+    def take_prompt_logprobs(self, output, logits):
+        """logits [rows of prompts and ends, V]  →  those of the ends [S', V]. The others are reported and done with.
+        vLLM: v1/worker/gpu_model_runner.py:5620 GPUModelRunner._get_prompt_logprobs_dict"""
+        if all(r.prompt_logprobs is None for r in output.scheduled_requests):
+            return logits
+        ends, row = [], 0
+        for r in output.scheduled_requests:
+            if at := r.prompt_positions(output.num_scheduled_tokens[r.request_id]):
+                token_ids = r.prompt_token_ids[at.start + 1:at.stop + 1]
+                self.report_prompt(r, prompt_logprobs(logits[row:row + len(at)], token_ids,
+                                                      r.sampling_params.prompt_logprobs))
+                row += len(at)
+            if r.num_computed_tokens == r.num_tokens:
+                ends.append(row)
+                row += 1
+        return logits[ends]
+
+    def report_prompt(self, request, logprobs):
+        """The log-probabilities of some more of a prompt's tokens: for each [(id, logprob, rank)], itself first. Their
+        texts are what each adds to the prompt before it."""
+        live, wanted = self.live[request.request_id], request.sampling_params.detokenize
+        if live.prompt_stream is None:
+            live.prompt_stream = DecodeStream(self.codec, skip_special_tokens=False)
+            live.prompt_stream.step(request.prompt_token_ids[0])
+        for entry in logprobs:
+            request.prompt_logprobs.append({
+                i: Logprob(v, rank, live.prompt_stream.peek(i) if wanted else None) for i, v, rank in entry})
+            live.prompt_stream.step(entry[0][0])
+
     def output_of(self, live, now, error=None, shown=None):
         """A request's state as a RequestOutput; if it has ended, it is forgotten here. shown: how much of its text the
         output before this one had."""
@@ -164,7 +197,7 @@ class OutputProcessor:
             if finished := not self.children[live.parent]:   # of n answers the last to end ends the request
                 del self.children[live.parent]
         return RequestOutput(live.parent, live.prompt, request.prompt_token_ids, [answer], finished,
-                             RequestMetrics(request), error)
+                             RequestMetrics(request), error, request.prompt_logprobs)
 
     def end_all(self, finish_reason, error, now):
         """End everybody who lives  →  their outputs, with what they have and why they get no more."""

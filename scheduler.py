@@ -280,12 +280,12 @@ class Scheduler:
         output.num_free_blocks = self.kv_cache_manager.num_free_blocks
         return output
 
-    def _schedule_running(self, output: SchedulerOutput, token_budget: int) -> int:
+    def _schedule_running(self, output: SchedulerOutput, token_budget: int, index: int = 0) -> int:
         """Loop 1. Returns the budget that is left. No budget is set aside for decodes: they go before a long prefill
-        only because they were admitted, and so stand, before it."""
+        only because they were admitted, and so stand, before it. `index`: those before it are served already (a
+        simulator's, which has the decodes done)."""
         running, scheduled, computed = self.running, output.num_scheduled_tokens, output.num_computed_tokens
         allocate_slots = self.kv_cache_manager.allocate_slots
-        index = 0
         while index < len(running) and token_budget > 0:
             request = running[index]
             num_new_tokens = min(len(request.all_token_ids) - request.num_computed_tokens, self.max_chunk, token_budget)

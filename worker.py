@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from compilation import CAPTURE_SIZES, CompiledDecode, DecodeGraphs, cuda_graph_recorder
+from cuda_graphs import CAPTURE_SIZES, DecodeGraphs, cuda_graph_recorder
 from kv_cache import KVCache
 from checkpoint import LlamaConfig, load_model
-from model import ForwardBatch
+from model import ForwardBatch, select_ops
 
 
 class WorkerError(RuntimeError):
@@ -52,35 +52,44 @@ class Worker:
     """
 
     def __init__(self, folder, dtype, device="cpu", attention_backend="auto", rank=0, size=1, comm=None,
-                 cuda_graphs=False, compiled=False):
-        self.device, self.cuda_graphs, self.kv_cache = device, cuda_graphs, None
+                 cuda_graphs=False):
+        self.device, self.cuda_graphs, self.kv_cache, self.graphs = device, cuda_graphs, None, None
         self.model = load_model(folder, dtype, device, rank, size, comm, attention_backend)
-        # What runs steps of decodes in few calls, or None: CompiledDecode, or from init_kv_cache on DecodeGraphs.
-        self.fast_decode = CompiledDecode(self.model) if compiled else None      # reads weights before they are packed
-        if torch.device(device).type == "cpu":
-            self.model.pack_weights()
+        self.model.pack_weights()
 
     def init_kv_cache(self, num_blocks, block_size):
         """num_blocks counts the null block; the dtype is the weights'."""
         m = self.model
         self.kv_cache = KVCache(m.config.num_hidden_layers, num_blocks, block_size, m.num_kv_heads, m.config.head_dim,
                                 m.norm.weight.dtype, self.device)
+        if torch.device(self.device).type == "cuda":
+            self.warm_up(block_size)
         if self.cuda_graphs and m.ops.name == "triton":      # the twins read lengths back: not to be recorded
             logits = torch.empty(CAPTURE_SIZES[-1], m.config.vocab_size, dtype=m.norm.weight.dtype, device=self.device)
-            self.fast_decode = DecodeGraphs(lambda batch: m(batch, self.kv_cache), logits, cuda_graph_recorder())
-        elif self.fast_decode is not None:
-            self.fast_decode.compile(self.kv_cache)
+            self.graphs = DecodeGraphs(lambda batch: m(batch, self.kv_cache), logits, cuda_graph_recorder())
+
+    @torch.inference_mode()
+    def warm_up(self, block_size):
+        """Have the kernels compiled before a request waits for them: one step of padding alone, which reads and writes
+        no slot. A chunk, a decode, and a block table wide enough for two splits: of each kernel every variant.
+        vLLM: v1/worker/gpu_worker.py:679 Worker.compile_or_warm_up_model, which also records the graphs."""
+        numbers = lambda *values, dtype=torch.int64: torch.tensor(values, dtype=dtype, device=self.device)
+        self.model(ForwardBatch(
+            token_ids=numbers(0, 0, 0), positions=numbers(0, 0, 0), slot_mapping=numbers(-1, -1, -1),
+            query_start_loc=numbers(0, 2, 3, dtype=torch.int32), seq_lens=numbers(0, 0, dtype=torch.int32),
+            block_tables=numbers(0, 0, dtype=torch.int32)[:, None].repeat(1, 128 // block_size + 2),
+            logits_indices=numbers(1, 2)), self.kv_cache)
 
     @torch.inference_mode()
     def execute(self, batch):
         """batch: a ForwardBatch on this worker's device  →  logits [S', V], to be used before the next step; on ranks
         other than 0 unspecified."""
-        if self.fast_decode is not None and self.fast_decode.fit(batch):
-            return self.fast_decode.run(batch)
+        if self.graphs is not None and self.graphs.fit(batch):
+            return self.graphs.run(batch)
         return self.model(batch, self.kv_cache)
 
     def close(self):
-        self.model = self.kv_cache = self.fast_decode = None
+        self.model = self.kv_cache = self.graphs = None
 
 
 @contextmanager
@@ -500,20 +509,20 @@ def _shut_down(flags, area, processes, scratch, owner):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size, enforce_eager=False,
-                  compiled=False):
+def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size, enforce_eager=False):
     """What runs the batches: a Worker, or rank 0 of several.
 
     Both have init_kv_cache(num_blocks, block_size), execute(batch) → logits [S', V], close(), model, kv_cache. Raises
     ValueError for a size that the model or the machine doesn't allow, before any process is started; CheckpointError as
     load_model does; WorkerError if a rank fails to start.
     """
-    LlamaConfig.from_folder(folder).check_tensor_parallel(tensor_parallel_size)
+    config = LlamaConfig.from_folder(folder)
+    config.check_tensor_parallel(tensor_parallel_size)
     if tensor_parallel_size == 1:
         on_gpu = torch.device(device).type == "cuda"
-        return Worker(folder, dtype, device, attention_backend, cuda_graphs=on_gpu and not enforce_eager,
-                      compiled=compiled)
+        return Worker(folder, dtype, device, attention_backend, cuda_graphs=on_gpu and not enforce_eager)
     if torch.device(device).type == "cuda" and tensor_parallel_size > torch.cuda.device_count():
         raise ValueError(f"--tensor-parallel-size {tensor_parallel_size} needs as many GPUs, one a rank; "
                          f"this machine has {torch.cuda.device_count()}")
+    select_ops(config, attention_backend, dtype, device, tensor_parallel_size)   # refused or compiled before they start
     return TensorParallelExecutor(folder, dtype, device, attention_backend, tensor_parallel_size)

@@ -31,14 +31,15 @@ sys.path += [f"{folder}/tools" for folder in (sys.path[0], ".", "chapters")]
 import torch  # noqa: E402
 
 from page import Page, Seats, greedy, ms, running_example, si, watched  # noqa: E402  (first: it finds the others)
-import bench, calibrate, ledger  # noqa: E401, E402
-from ledger import OUTPUT, QUESTION, SYSTEM, Ledger, ModelShape, SimulatedEngine, work_of  # noqa: E402
+import bench, ledger, sweep  # noqa: E401, E402
+from ledger import OUTPUT, QUESTION, SYSTEM, Ledger, ModelShape, work_of  # noqa: E402
 from metrics import summarize  # noqa: E402
 from model import ForwardBatch  # noqa: E402
 from nano_serve import EMBEDDED_MODEL, LLM, EngineArgs  # noqa: E402
 from options import end_quietly  # noqa: E402
 from scheduler import SchedulerConfig  # noqa: E402
 from show import LineChart, Timeline  # noqa: E402
+from simulator import SimulatedEngine  # noqa: E402
 
 PROMPT = SYSTEM + QUESTION
 BIG = Ledger()                                                               # Llama-3-70B, 8 H100s, FP16
@@ -194,7 +195,7 @@ if __name__ == "__main__":
         after {DECODES} decodes, in which a newcomer's prompt of {QUESTION} tokens is computed, too. There the first
         request reads {read - QUESTION} positions, its prompt's and {read - QUESTION - PROMPT} of its answer; the
         newcomer's {QUESTION} make that {read}.""")
-    here = Ledger(TINY.model, calibrate.this_machine(), tp=1, dtype_bytes=4)
+    here = Ledger(TINY.model, ledger.this_machine(), tp=1, dtype_bytes=4)
     asked, rows = {"here, prefill": (here, (0, PROMPT), prefill_seconds), "70B, prefill": (BIG, (0, PROMPT)),
                    "here, decode": (here, (PROMPT, 1), decode_seconds), "70B, decode": (BIG, (PROMPT, 1))}, []
     for what, step in asked.items():
@@ -236,7 +237,7 @@ SLO = {"ttft": 5000, "tpot": 30}             # ms: a choice, as every SLO is
 
 def simulated_curve(batches=BATCHES):
     """The curve of the 70B, in the engine's own scheduler, with the engine's default budget."""
-    return ledger.sweep(BIG, batches, False, EngineArgs.max_num_batched_tokens)
+    return sweep.sweep(BIG, batches, False, EngineArgs.max_num_batched_tokens)
 
 
 def measured_curve(prompt, batches=BATCHES[:6], tokens=16):
@@ -252,7 +253,7 @@ def measured_curve(prompt, batches=BATCHES[:6], tokens=16):
 
 def relative_chart(title, results):
     """The article's picture: throughput and latency in percent of their largest, and the batches that keep the SLO."""
-    good, xs = ledger.feasible(results, SLO), [r["batch"] for r in results]
+    good, xs = sweep.feasible(results, SLO), [r["batch"] for r in results]
     curves = {"throughput (吞吐)": "output_throughput", "latency of a request (单请求延迟)": "mean_e2el_ms"}
     series = {name: [100 * r[key] / max(r[key] for r in results) for r in results] for name, key in curves.items()}
     region = (good[0], good[-1], "within the SLO") if good else None
@@ -260,7 +261,7 @@ def relative_chart(title, results):
 
 
 def show_curve(title, results, name):
-    good, rows = ledger.feasible(results, SLO), []
+    good, rows = sweep.feasible(results, SLO), []
     for r in results:
         times = [f"{r[f'p{p}_{of}_ms']:,.0f}" for of in ("tpot", "ttft") for p in (50, 99)]
         rows.append((r["batch"], f"{r['output_throughput']:,.0f}", *times, "kept" if r["batch"] in good else "broken"))
@@ -279,7 +280,7 @@ if __name__ == "__main__":
         {EngineArgs.max_num_batched_tokens} splits that over two steps, hence a TTFT above one prefill's time.
         SLO (service level objective, 服务等级目标): P99 TTFT {SLO['ttft']}, TPOT {SLO['tpot']}.""")
     show_curve("70B on 8 H100s, simulated", simulated, "ch01_batch_curve")
-    good, last = [r for r in simulated if r["batch"] in ledger.feasible(simulated, SLO)], simulated[-1]
+    good, last = [r for r in simulated if r["batch"] in sweep.feasible(simulated, SLO)], simulated[-1]
     if good:
         best, ratio = good[-1], lambda key: f"{last[key] / good[-1][key]:.1f} times"
         page.say(f"""It cuts the curve at batch {best['batch']}: {best['output_throughput']:,.0f} tokens/s. Batch
@@ -458,8 +459,7 @@ if __name__ == "__main__":
         in fp32.""")
     page.end("""
         --tp 4 instead of 8: fewer ranks, the same tokens
-        python chapters/tools/ledger.py --sweep --no-enable-prefix-caching --slo ttft:5000 tpot:20: where does it cut
-        now?
+        python chapters/tools/sweep.py --no-enable-prefix-caching --slo ttft:5000 tpot:20: where does it cut now?
         in this file, CHUNK = 64, then 1024: who pays, the newcomer or the others?
         in this file, SEATS = 8: the static loop takes fewer steps; does its waste shrink, and why not?
         Then the exercises, chapters/exercises/ch01/tasks.py, with make grade CH=1; and the article's chapter 2.""")

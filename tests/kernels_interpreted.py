@@ -14,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
+import attention as attention_module
 import kernels
 import toys
 from bench_kernels import LLAMA_8B, attend, cases, example_batch, rope_and_write
+from worker import Worker
 
+TINY = pathlib.Path(__file__).parent.parent / "models" / "tiny-llama3"
 TWIN, KERNEL = kernels.TORCH, kernels.TRITON
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.float16: dict(rtol=4e-3, atol=4e-3)}
 quick = settings(max_examples=12, deadline=None, derandomize=True, database=None)
@@ -181,14 +184,14 @@ def batches(draw, max_sequences=4):
 @contextlib.contextmanager
 def small_split(keys=64):
     """Splits of 64 keys instead of 512, so that a short context has several."""
-    before, kernels.SPLIT = kernels.SPLIT, keys
+    before, attention_module.SPLIT_STEP = attention_module.SPLIT_STEP, keys // 2
     try:
         yield
     finally:
-        kernels.SPLIT = before
+        attention_module.SPLIT_STEP = before
 
 
-@settings(quick, max_examples=24)
+@settings(quick, max_examples=20)
 @given(b=batches(), split=st.sampled_from([64, 512]))
 def test_paged_attention(b, split):
     with small_split(split):
@@ -218,14 +221,14 @@ def test_head_sizes(d):
 
 
 def test_many_splits():
-    """1,100 keys in splits of 64 are 18: more than the merge adds up at once. Later keys score higher, so that what was
-    added up first must be scaled down."""
-    for dtype in DTYPES:
-        b = example_batch([1100, 30], [1, 1], H=2, Hkv=1, d=16, dtype=dtype)
+    """1,040 keys in splits of 16 are 65: two turns of what the merge adds up at once, and one more. Later keys score
+    higher, so that what was added up first must be scaled down."""
+    for dtype in DTYPES[:1]:
+        b = example_batch([1040, 30], [1, 1], H=2, Hkv=1, d=16, dtype=dtype)
         keys = b.k_cache.flatten(0, 1)                                                   # [slots, Hkv, d]
-        for p in range(1100):
+        for p in range(1040):
             keys[b.block_tables[0, p // 16] * 16 + p % 16] += b.q[0, 0] * (p // 64) / 16
-        with small_split():
+        with small_split(16):
             both(lambda ops: attend(ops, b), dtype)
 
 
@@ -242,7 +245,7 @@ def test_rows_without_a_key_are_zeros():
 @pytest.mark.parametrize("G", [3, 7, 12, 17])
 def test_groups_that_are_no_power_of_two(G):
     for dtype in DTYPES:
-        b = example_batch([70, 33, 20], [1, 9, 20], H=2 * G, Hkv=2, d=32, dtype=dtype)
+        b = example_batch([70, 20], [1, 20], H=2 * G, Hkv=2, d=32, dtype=dtype)
         both(lambda ops: attend(ops, b), dtype)
 
 
@@ -250,7 +253,7 @@ def test_poison_of_any_kind_changes_no_bit():
     """NaN beyond a sequence's end, or 1e30: the same bits come out."""
     results = []
     for fill in (torch.nan, 1e30, -torch.inf):
-        b = example_batch([1, 15, 16, 17, 33, 40], [1, 1, 1, 1, 33, 7], d=24, block_size=16, fill=fill)
+        b = example_batch([1, 15, 16, 17, 33, 40], [1, 1, 1, 1, 33, 7], Hkv=1, d=24, block_size=16, fill=fill)
         results.append(attend(KERNEL, b))
     assert results[0].isfinite().all() and all(torch.equal(r, results[0]) for r in results)
 
@@ -269,7 +272,7 @@ def test_very_low_scores_lose_to_no_sentinel():
 
 
 def test_pools_of_any_layout():
-    b = example_batch([70, 33, 20], [1, 9, 20], d=24, block_size=4)
+    b = example_batch([70, 20], [1, 9], H=2, Hkv=2, d=24, block_size=4)
     dense = attend(KERNEL, b)
     pool = torch.stack((b.k_cache, b.v_cache))                                           # [2, N, bs, Hkv, d]
     for other in (torch.nn.functional.pad(pool, (1, 1), value=torch.nan)[..., 1:-1],
@@ -281,19 +284,78 @@ def test_pools_of_any_layout():
     assert torch.equal(attend(KERNEL, b), dense)
 
 
-def test_rows_that_no_sequence_owns_are_zeros():
+def test_rows_that_no_sequence_owns_change_no_other():
     b = example_batch([9, 20], [1, 4], H=2, Hkv=1, d=16)
+    want = attend(KERNEL, b)
     b.q = torch.cat((b.q, torch.full((3, 2, 16), torch.nan)))
-    assert not both(lambda ops: attend(ops, b), torch.float32)[5:].any()
+    assert torch.equal(attend(KERNEL, b)[:5], want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("M, L, d", [(1, 1, 16), (16, 32, 64), (37, 70, 32), (3, 200, 16)])
+def test_dense_attention(M, L, d, dtype):
+    """The rung below: the online softmax of one head. Late keys score highest, so that what was summed is scaled."""
+    q, k, v = (torch.randn(n, d, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (M, L, L + 1))
+    k = (k + q[:1] * torch.arange(L)[:, None] / L).to(dtype)
+    with guarded():
+        got = attention_module.dense_attention_triton(q, k, v[:L], d ** -0.5)
+    want = attention_module.dense_attention(q.float(), k.float(), v[:L].float(), d ** -0.5)
+    torch.testing.assert_close(got.float(), want, **TOLERANCE[dtype])
+
+
+def test_the_paged_kernel_is_the_dense_one_with_a_block_table():
+    b = example_batch([90], [1], H=1, Hkv=1, d=64, block_size=8)
+    slots = (b.block_tables[0].long()[:, None] * 8 + torch.arange(8)).flatten()[:90]
+    k, v = (cache.flatten(0, 1)[slots, 0].contiguous() for cache in (b.k_cache, b.v_cache))
+    torch.testing.assert_close(attend(KERNEL, b)[0], attention_module.dense_attention_triton(b.q[0].contiguous(), k, v, b.scale))
+
+
+def test_passes_and_strides_change_no_bit(monkeypatch):
+    """Passes of 4 sequences, scratch for 4 and full of what an earlier batch left there, one multiprocessor or many."""
+    b = example_batch([70, 3, 0, 140, 20, 129, 16], [1, 1, 1, 1, 20, 1, 5], H=2, Hkv=1, d=16)
+    want = both(lambda ops: attend(ops, b), torch.float32)
+    grids, merge = [], attention_module._merge_kernel
+    monkeypatch.setattr(attention_module, "_merge_kernel", type("", (), {
+        "__getitem__": lambda self, grid: grids.append(grid) or merge[grid]})())
+    for sms, sequences, a_pass in ((1, 256, 8), (9, 4, 4), (2, 256, 4)):
+        monkeypatch.setattr(attention_module, "card_of", lambda device: (sms, 227 << 10, 228 << 10))
+        monkeypatch.setattr(attention_module, "SEQUENCES", sequences)
+        monkeypatch.setattr(attention_module, "SCRATCH", a_pass * 2 * 3 * (16 + 2))               # H 2, 3 splits
+        scratch = torch.full((attention_module.SCRATCH,), torch.nan)
+        got = attention_module.paged_attention_triton(b.q, b.k_cache, b.v_cache, b.query_start_loc, b.seq_lens, b.block_tables,
+                                             b.scale, scratch=scratch)
+        assert torch.equal(got, want) and scratch.isfinite().any()
+    assert [n for n, H in grids] == [7, 4, 3, 4, 3]
+
+
+@triton.jit
+def _split_keys_of(lengths, out, STEP: tl.constexpr, MOST: tl.constexpr):
+    i = tl.program_id(0)
+    tl.store(out + i, attention_module._split_keys(tl.load(lengths + i).to(tl.int32), STEP, MOST))
+
+
+def test_splits_are_a_sequences_own_matter():
+    """At least 64 keys, at most 128 splits, and enough of both for 132 multiprocessors: see SPLIT_STEP."""
+    step, most = attention_module.SPLIT_STEP, attention_module.MAX_SPLITS
+
+    lengths = [1, 64, 65, 1024, 1025, 5440, 5441, 8192, 8193, 131_072, 1_000_000]
+    keys = {L: max(-(-L // (step * most)), 2) * step for L in lengths}
+    splits = {L: -(-L // keys[L]) for L in lengths}
+    got = torch.zeros(len(lengths), dtype=torch.int32)
+    _split_keys_of[len(lengths),](torch.tensor(lengths), got, step, most)
+    assert got.tolist() == list(keys.values())
+    assert [splits[L] for L in (1, 64, 65)] == [1, 1, 2] and max(splits.values()) == 128
+    assert 8 * splits[1024] < 132 <= 8 * splits[1025]
+    assert splits[5440] < 86 <= min(-(-L // (max(-(-L // (step * most)), 2) * step)) for L in range(5441, 140_000))
 
 
 def test_the_smallest_tile_is_always_left(monkeypatch):
     """On a card where all tiles but the smallest are too large, the smallest runs; where even that is, it is said."""
     b = example_batch([70, 33], [1, 20], H=4, Hkv=2, d=64, dtype=torch.float16)
-    monkeypatch.setattr(kernels, "shared_memory_limit", lambda device: 12 * 1024)
-    assert kernels.choose_tile(kernels.CHUNK_TILES, 64, 2, 2, 12 * 1024)[:2] == (16, 16)
+    monkeypatch.setattr(attention_module, "card_of", lambda device: (2, 12 * 1024, 13 * 1024))
+    assert attention_module.choose_tile(False, 64, 2, 2, (2, 12 * 1024, 13 * 1024))[0][:2] == (16, 16)
     both(lambda ops: attend(ops, b), torch.float16)
-    monkeypatch.setattr(kernels, "shared_memory_limit", lambda device: 1024)
+    monkeypatch.setattr(attention_module, "card_of", lambda device: (2, 1024, 1024))
     with pytest.raises(ValueError, match="head size 64.*1024 bytes.*--attention-backend torch"):
         attend(KERNEL, b)
 
@@ -302,7 +364,8 @@ def test_bench_cases_agree_with_pytorch():
     """Each case of the bench, at sizes that the interpreter can take: its operation equals PyTorch's."""
     small = dict(LLAMA_8B, H=4, Hkv=2, d=32, D=64, I=48)
     groups = set()
-    sizes = dict(shapes=(small,), batches=(1, 3), contexts=(20, 70), chunks=((18, 18), (7, 20)), rows=(3,))
+    sizes = dict(shapes=(small,), batches=(1, 3), contexts=(20, 70), skewed=(70, 5, 5), chunks=((18, 18), (7, 20)),
+                 rows=(3,))
     for group, label, n_bytes, flops, ours, theirs in cases("cpu", torch.float32, **sizes):
         got = ours()
         groups.add(group)
@@ -313,19 +376,41 @@ def test_bench_cases_agree_with_pytorch():
 
 
 def test_backend():
-    assert kernels.select_backend("triton", "cpu") is KERNEL         # interpreted, so it may run here
-    assert kernels.select_backend("auto", "cpu") is TWIN
-    assert KERNEL.plan(None, None, None, 16) is None
+    ops = kernels.select_backend("triton", "cpu", torch.float32, 64, 4)                  # interpreted, so it may run here
+    assert ops.name == "triton" and ops.paged_attention.keywords["scratch"].numel() == attention_module.SCRATCH
+    assert kernels.select_backend("torch", "cpu", torch.float32, 64, 4) is TWIN
+
+
+def test_warm_up_meets_every_kernel_and_no_slot(monkeypatch):
+    """What a worker runs on a GPU before the first request. Nobody reads the logits: the pool is what could suffer."""
+    launched = set()
+
+    def watched(name, kernel):
+        run = lambda self, grid: lambda *args, **kwargs: (
+            launched.add((name, kwargs.get("DECODE"), name == "_rms_norm_kernel" and args[1] is not None)),
+            kernel[grid](*args, **kwargs))
+        return type("", (), {"__getitem__": run})()
+
+    for name in ("_rms_norm_kernel", "_rope_and_write_kv_kernel", "_silu_and_mul_kernel", "_paged_attention_kernel",
+                 "_merge_kernel"):
+        module = attention_module if hasattr(attention_module, name) else kernels
+        monkeypatch.setattr(module, name, watched(name, getattr(module, name)))
+    worker = Worker(TINY, torch.float32, attention_backend="triton")
+    worker.init_kv_cache(3, 16)
+    for cache in (*worker.kv_cache.k, *worker.kv_cache.v):
+        cache.fill_(7.0)
+    worker.warm_up(16)
+    assert all((cache == 7.0).all() for cache in (*worker.kv_cache.k, *worker.kv_cache.v))
+    assert len(launched) == 7, launched                  # the norm with and without a residual; decodes and chunks
 
 
 def test_generate_through_the_kernels():
     """The whole path, tiny model: chunks, decodes, a shared prefix, a pool full of NaN: the ids that the twins give."""
-    folder = pathlib.Path(__file__).parent.parent / "models" / "tiny-llama3"
     prompt = list(range(100, 109))
     ids = {}
     for backend in ("torch", "triton"):
-        engine = toys.make_engine(folder, attention_backend=backend, max_num_batched_tokens=8, num_kv_blocks=21)
+        engine = toys.make_engine(TINY, attention_backend=backend, max_num_batched_tokens=8, num_kv_blocks=21)
         assert engine.executor.model.ops.name == backend
-        ids[backend] = toys.ids_of(toys.run(engine, [(p, toys.greedy(3)) for p in (prompt, prompt[:8] + [7], [1999])]))
+        ids[backend] = toys.ids_of(toys.run(engine, [(p, toys.greedy(2)) for p in (prompt, prompt[:8] + [7], [1999])]))
         engine.close()
-    assert ids["triton"] == ids["torch"] and all(len(i) == 3 for i in ids["torch"])
+    assert ids["triton"] == ids["torch"] and all(len(i) == 2 for i in ids["torch"])

@@ -15,11 +15,13 @@ import bench
 import bench_peers
 import metrics
 import show
+import simulator
 from conftest import ROOT
-from bench import SampleRequest, arrival_times, file_requests, random_requests, run
+from bench import SampleRequest, arrival_times, random_requests, run
 from metrics import RequestFuncOutput, is_good, parse_goodput, percentile, summarize, table
 from options import check_folder, check_writable
 from request import RequestRefused
+from workloads import file_requests
 
 
 def output(*token_times, start=0.0, prompt_len=10, finish_reason="length", **more):
@@ -303,25 +305,24 @@ def test_command_on_the_real_engine(tmp_path, capsys):
 
 
 def test_command_simulated(tmp_path, capsys):
-    argv = ["--simulate", "h100", "--model", "llama-3-70b", "-tp", "8", "--num-prompts", "12", "--max-concurrency", "4",
+    argv = ["--model", "llama-3-70b", "-tp", "8", "--num-prompts", "12", "--max-concurrency", "4",
             "--random-prefix-len", "2000", "--random-input-len", "50", "--random-output-len", "20"]
     path = tmp_path / "r.json"
-    assert bench.main(argv + ["--result-filename", str(path)]) == 0
+    assert simulator.main(argv + ["--result-filename", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["backend"] == "simulated" and result["completed"] == 12 and result["cached_tokens"] == 11 * 2000
     assert result["max_concurrent_requests"] == 4 and "ttfts" not in result
     assert "Client-side Queueing" in capsys.readouterr().out
-    assert bench.main(argv + ["--result-filename", str(path), "--no-enable-prefix-caching"]) == 0
+    assert simulator.main(argv + ["--result-filename", str(path), "--no-enable-prefix-caching"]) == 0
     assert json.loads(path.read_text())["median_ttft_ms"] > result["median_ttft_ms"]
 
 
 @pytest.mark.parametrize("argv,said", [
-    (["--simulate", "tpu"], "tpu"), (["--goodput", "speed:1"], "speed:1"), (["--num-prompts", "0"], "--num-prompts"),
+    (["--hardware", "tpu"], "tpu"), (["--goodput", "speed:1"], "speed:1"), (["--num-prompts", "0"], "--num-prompts"),
     (["--dataset-path", "/nowhere.jsonl"], "nowhere"), (["--request-rate", "0"], "--request-rate"),
     (["--percentile-metrics", "ttfx"], "--percentile-metrics")])
 def test_command_refuses(argv, said, capsys):
-    simulate = [] if "--simulate" in argv else ["--simulate", "h100"]
-    assert bench.main([*simulate, "--model", "llama-3-8b", *argv]) == 2
+    assert simulator.main(["--model", "llama-3-8b", *argv]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -332,9 +333,9 @@ def test_command_refuses(argv, said, capsys):
     --metric-percentiles=nan --metric-percentiles=101 --result-filename=/nope/x --records=/nope/x""".split())
 def test_an_option_out_of_range_is_named_before_the_run(wrong, capsys, monkeypatch):
     monkeypatch.setattr(bench, "run", lambda *args: pytest.fail("it ran"))
-    assert bench.main(["--simulate", "h100", "--model", "llama-3-8b", "--num-prompts", "3", wrong]) == 2
+    assert simulator.main(["--model", "llama-3-8b", "--num-prompts", "3", wrong]) == 2
     shown, (option, value) = capsys.readouterr(), wrong.split("=")
-    assert not shown.out and shown.err.startswith("bench.py: error: ") and shown.err.count("\n") == 1
+    assert not shown.out and shown.err.startswith("simulator.py: error: ") and shown.err.count("\n") == 1
     assert option in shown.err and value in shown.err
 
 
@@ -346,15 +347,15 @@ def test_a_result_that_cannot_be_written_is_known_before_the_run(filename, optio
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert bench.main(["--simulate", "h100", "--model", "llama-3-8b", "--save-result", *filename]) == 2
+    assert simulator.main(["--model", "llama-3-8b", "--save-result", *filename]) == 2
     shown = capsys.readouterr()
     assert not shown.out and shown.err.count("\n") == 1
-    assert shown.err.startswith(f"bench.py: error: {option} ") and "No such file or directory" in shown.err
+    assert shown.err.startswith(f"simulator.py: error: {option} ") and "No such file or directory" in shown.err
 
 
 def test_save_result_names_the_file_itself(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert bench.main(["--simulate", "h100", "--model", "llama-3-8b", "--num-prompts", "1", "--save-result"]) == 0
+    assert simulator.main(["--model", "llama-3-8b", "--num-prompts", "1", "--save-result"]) == 0
     (path,) = tmp_path.iterdir()
     assert path.name == f"simulated-infqps-llama-3-8b-{json.loads(path.read_text())['date']}.json"
     assert capsys.readouterr().out.endswith(f"written: {path.name}\n")
@@ -368,10 +369,10 @@ def test_gaps_that_all_round_to_zero_are_refused():
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no /dev/full here")
 @pytest.mark.parametrize("option", ["--result-filename", "--records"])
 def test_a_full_disk_costs_the_file_alone(option, capsys):
-    assert bench.main(["--simulate", "h100", "--model", "llama-3-8b", "--num-prompts", "1", option, "/dev/full"]) == 2
+    assert simulator.main(["--model", "llama-3-8b", "--num-prompts", "1", option, "/dev/full"]) == 2
     shown = capsys.readouterr()
     assert "Successful requests:                     1" in shown.out
-    assert shown.err == f"bench.py: error: {option} /dev/full: No space left on device\n"
+    assert shown.err == f"simulator.py: error: {option} /dev/full: No space left on device\n"
 
 
 def test_a_look_at_a_file_leaves_no_trace(tmp_path):
@@ -407,7 +408,7 @@ def test_ctrl_c_ends_a_command_quietly(script):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-@pytest.mark.parametrize("command", ["kernels.py", "chapters/tools/bench.py --simulate h100 --model llama-3-8b",
+@pytest.mark.parametrize("command", ["kernels.py", "chapters/tools/simulator.py --model llama-3-8b",
                                      "chapters/exercises/grade.py 1"])
 def test_a_reader_that_has_gone_ends_a_command_quietly(command):
     """`| head -1`, at the first thing that is printed."""
@@ -449,7 +450,7 @@ def test_other_commands_refuse(command, said):
 
 def test_command_reports_failures(capsys):
     """A prompt longer than the model takes: counted, explained, and the exit status says that nothing succeeded."""
-    assert bench.main(["--simulate", "h100", "--model", "llama-3-8b", "--num-prompts", "3", "--random-input-len",
+    assert simulator.main(["--model", "llama-3-8b", "--num-prompts", "3", "--random-input-len",
                        "9000"]) == 1
     shown = capsys.readouterr().out
     assert "3 failed: the prompt has 9000 tokens" in shown

@@ -10,11 +10,12 @@ import torch
 
 import ch01_paradigm as ch01
 from conftest import ROOT
-from ledger import QUESTION, SYSTEM, Ledger, SimulatedEngine, intensity, work_of
 from checkpoint import LlamaConfig
+from ledger import QUESTION, SYSTEM, Ledger, intensity, work_of
 from nano_serve import LLM
 from page import TABLES, Page, Seats, greedy, parse_args, running_example, si, watched
 from scheduler import SchedulerConfig
+from simulator import SimulatedEngine
 
 PROMPT = SYSTEM + QUESTION
 

@@ -1,5 +1,6 @@
 """Sampling (sampling.py): from logits to a token, and what may change it."""
 import math
+from fractions import Fraction
 
 import pytest
 import toys
@@ -25,7 +26,7 @@ def request(prompt=(0,), outputs=(), eos=(), **params):
     return r
 
 
-def share(logits, monkeypatch, n=4096, **params):
+def share(logits, monkeypatch, n=1024, **params):
     """The probabilities [V] with which ids are drawn from one row of logits, found by laying n evenly spaced uniform numbers
     through the draw: each is right to 1/n."""
     monkeypatch.setattr(sampling, "uniform", lambda seed, index: (seed + 0.5) / n)
@@ -54,8 +55,8 @@ def test_the_distribution_is_that_of_the_warpers_of_transformers(params, monkeyp
         if params.get("top_p", 1.0) < 1:
             want = TopPLogitsWarper(params["top_p"])(None, want)
         got, want = share(logits[0].tolist(), monkeypatch, **params), want.softmax(-1)[0]
-        assert not (got[want == 0]).any() and got[want > 1 / 4096].all()
-        torch.testing.assert_close(got, want, atol=2 / 4096, rtol=0)
+        assert not (got[want == 0]).any() and got[want > 1 / 1024].all()
+        torch.testing.assert_close(got, want, atol=2 / 1024, rtol=0)
 
 
 def test_uniform_numbers_are_uniform_and_independent():
@@ -97,6 +98,61 @@ def test_what_the_engine_draws_has_the_distribution_asked_for(dice, params, prob
     support = [p for p in probabilities if p]
     assert len(drawn) == 1500 and set(drawn) <= set(range(len(support)))
     assert chi_square(drawn, probabilities) < LIMIT.get(len(support) - 1, 13.8)
+
+
+def exact_draw(logits, u, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """The walk itself, token by token in fractions: likeliest first, of equals the lower id first."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    weight = {i: Fraction(math.exp((logits[i] - logits[order[0]]) / temperature)) for i in order}
+    if 0 < top_k < len(logits):
+        order = [i for i in order if logits[i] >= logits[order[top_k - 1]]]
+    order = [i for i in order if weight[i] >= min_p]
+    kept, mass, total = [], 0, sum(weight[i] for i in order)
+    for i in order:
+        if mass < Fraction(top_p) * total:
+            kept.append(i)
+            mass += weight[i]
+    left = Fraction(u) * mass
+    for i in kept:
+        if left < weight[i]:
+            return i
+        left -= weight[i]
+
+
+@pytest.mark.parametrize("V, buckets", [(7, 4096), (50, 4096), (50, 3), (3000, 4096), (3000, 1)])
+def test_the_draw_is_that_of_exact_arithmetic(V, buckets, monkeypatch):
+    """Whatever is cut and however finely the row is searched, with ties and with tokens that are banned."""
+    monkeypatch.setattr(sampling, "BUCKETS", buckets)
+    generator, cuts = torch.Generator().manual_seed(V), [c for c in CUTS if c.get("min_p", 0) < 1]
+    for i, params in enumerate(cuts * (1 if V > 50 else 10)):
+        row = torch.randn(V, generator=generator) * 3 if i % 2 else torch.randint(-4, 5, (V,), generator=generator).float()
+        row[torch.randint(0, V, (V // 5,), generator=generator)] = -INF if i % 3 else -1e9
+        if row.max() > -1e9:
+            got = sample(row.expand(4, -1), [request(seed=100 * i + j, **params) for j in range(4)])
+            assert got == [exact_draw(row.tolist(), uniform(100 * i + j, 0), **params) for j in range(4)], params
+
+
+def test_cuts_that_cut_nothing_change_no_draw():
+    """Whichever way a row goes, and beside which neighbours: the seed alone decides."""
+    row = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    draw = lambda **params: sample(row.expand(60, -1), [request(seed=s, **params) for s in range(60)])
+    plain = draw()
+    assert len(set(plain)) > 50
+    for params in (dict(top_p=1 - 1e-12), dict(top_k=4999), dict(top_k=5000), dict(min_p=1e-30), dict(top_k=4999, top_p=1 - 1e-12)):
+        assert draw(**params) == plain, params
+    mixed = sample(row.expand(120, -1), [request(seed=s // 2, **(dict(top_k=3, top_p=0.5) if s % 2 else {})) for s in range(120)])
+    assert mixed[::2] == plain and [sample(row[None], [request(seed=s)])[0] for s in range(60)] == plain
+
+
+@pytest.mark.parametrize("u", [0.0, 5e-324, 1 - 2 ** -53])
+def test_no_uniform_number_walks_off_the_end(u, monkeypatch):
+    """Sums are whole numbers, so u < 1 of them is below them: nothing rounds up to the end."""
+    monkeypatch.setattr(sampling, "uniform", lambda seed, index: u)
+    for row in (torch.zeros(100_003), torch.linspace(0, 40, 999), torch.tensor([0.0, -INF, -INF]), torch.tensor([-1e30, 1e30])):
+        for params in (dict(), dict(top_p=0.3), dict(top_p=5e-324), dict(min_p=0.5), dict(top_k=2, top_p=0.999)):
+            (token_id,) = sample(row[None], [request(**params)])
+            assert row[token_id] > -INF
+            assert u or token_id == row.argmax()
 
 
 # -- Edges -----------------------------------------------------------------------------------------------------------------
@@ -141,7 +197,8 @@ def test_top_k_off_one_and_beyond_the_vocabulary(monkeypatch):
 def test_of_equal_probabilities_the_lower_id_stays(monkeypatch):
     logits = [1.0, 2.0, 2.0, 1.0, 2.0, 2.0]
     kept = lambda **params: (share(logits, monkeypatch, n=512, **params) > 0).nonzero().flatten().tolist()
-    assert kept(top_k=1) == [1] and kept(top_k=2) == [1, 2] and kept(top_k=3) == [1, 2, 4] and kept(top_k=5) == [0, 1, 2, 4, 5]
+    assert all(kept(top_k=k) == [1, 2, 4, 5] for k in (1, 2, 3, 4)), "all that equal the k-th stay"
+    assert kept(top_k=5) == [0, 1, 2, 3, 4, 5]
     assert kept(min_p=1.0) == [1, 2, 4, 5], "min_p counts likelihood, not rank: equals stay together"
     assert kept(top_p=1e-9) == [1] and kept(top_p=0.3) == [1, 2]
     assert sample(torch.tensor([logits]), [request(temperature=0)]) == [1]
@@ -257,6 +314,40 @@ def test_presence_and_frequency_through_the_engine(blocks):
     assert (blocks == 14) == any(o.metrics.num_preemptions for o in got)
 
 
+def test_bans_and_biases_by_hand():
+    """In vLLM's order: allowed ids, bad words, min_tokens, bias, penalties; a bias lifts no ban."""
+    logits = [2.0, 2.0, 2.0, -1.0, 0.0]
+    assert adjusted(logits, allowed_token_ids=[1, 3]) == [-INF, 2.0, -INF, -1.0, -INF]
+    assert adjusted(logits, allowed_token_ids=[1, 3], logit_bias={0: 100, 1: 0.5}, prompt=[1], repetition_penalty=2.0) == [-INF, 1.25, -INF, -1.0, -INF]
+    assert adjusted(logits, logit_bias={0: -3.0}, prompt=[0], repetition_penalty=2.0) == [-2.0, 2.0, 2.0, -1.0, 0.0]
+    assert adjusted(logits, min_tokens=1, eos=[2], stop_token_ids=[1], logit_bias={2: 100}) == [2.0, -INF, -INF, -1.0, 0.0]
+    raw = torch.tensor([logits])
+    assert sample(raw, [request(temperature=0, logit_bias={3: 50})]) == [3] and raw.tolist() == [logits]
+    assert sample(raw, [request(allowed_token_ids=[4], top_p=0.1)]) == [4]
+
+
+def test_bad_words_are_banned_where_they_would_be_completed_as_in_transformers():
+    from transformers import NoBadWordsLogitsProcessor
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n, high=4: torch.randint(0, high, (n,), generator=generator).tolist()
+    for _ in range(200):
+        words = [draw(1 + i) for i in range(3)]
+        outputs = draw(draw(1, 7)[0])
+        r = Request("r", [0], SamplingParams(), bad_words_token_ids=words)
+        for token_id in outputs:
+            r.append_output_token_id(token_id)
+        row = torch.zeros(4)
+        assert sampling.adjusts_logits(r)
+        sampling.adjust_logits(row, r)
+        want = NoBadWordsLogitsProcessor(words, eos_token_id=None)(torch.tensor([outputs], dtype=torch.long), torch.zeros(1, 4))[0]
+        assert torch.equal(row, want), (words, outputs)
+
+
+def test_after_min_tokens_the_end_may_come_though_penalties_are_on():
+    logits, common = torch.tensor([[0.0, 9.0, 1.0]]), dict(temperature=0, min_tokens=1, presence_penalty=0.1, eos=[1])
+    assert sample(logits, [request(**common)]) == [2] and sample(logits, [request(outputs=[2], **common)]) == [1]
+
+
 # -- Seeds -----------------------------------------------------------------------------------------------------------------
 
 def test_a_seeded_request_draws_the_same_wherever_it_runs():
@@ -349,10 +440,31 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits(params, options):
 def test_top_logprobs_by_hand():
     rows = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(4), math.log(2), math.log(1), -INF]])
     even, skewed = top_logprobs(rows, [2, 3], 2)
-    assert even[0] == (2, pytest.approx(math.log(1 / 4)), 1)
+    assert even[0] == (2, pytest.approx(math.log(1 / 4)), 4), "of four equals, and not among the two that are reported: the last"
+    assert [(i, k) for i, _, k in even[1:]] == [(0, 1), (1, 2)], "of equals the lower id first"
     assert [i for i, _, _ in skewed] == [3, 0, 1] and skewed[0][1:] == (-INF, 4)
     assert skewed[1] == (0, pytest.approx(math.log(4 / 7)), 1) and skewed[2] == (1, pytest.approx(math.log(2 / 7)), 2)
     assert top_logprobs(rows, [0, 0], 0) == [[even[0][:0] + (0, pytest.approx(math.log(1 / 4)), 1)], [(0, pytest.approx(math.log(4 / 7)), 1)]]
+
+
+def test_ranks_are_vllms_where_logits_are_equal():
+    """Among those reported the order of the list, of equals the lower id first; else as many as are no smaller. Greedy is 1."""
+    rows = torch.tensor([[1.0, 3.0, 3.0, 2.0, 2.0, 3.0]])
+    rank = lambda token_id, n: top_logprobs(rows, [token_id], n)[0][0][2]
+    assert [rank(1, n) for n in range(7)] == [1] * 7
+    assert [rank(5, n) for n in range(7)] == [3, 3, 3, 3, 3, 3, 3] and [rank(2, n) for n in range(7)] == [3, 3, 2, 2, 2, 2, 2]
+    assert [rank(3, n) for n in range(7)] == [5, 5, 5, 5, 4, 4, 4] and rank(0, 0) == 6
+    for n in range(7):
+        assert [(i, k) for i, _, k in top_logprobs(rows, [0], n)[0][1:]] == [(i, k + 1) for k, i in enumerate([1, 2, 5, 3, 4, 0][:n])]
+    assert top_logprobs(rows, [0], -1) == top_logprobs(rows, [0], 6) == top_logprobs(rows, [0], 99)
+
+
+def test_prompt_logprobs_in_pieces_are_those_of_the_whole():
+    logits = torch.randn(11, 20, generator=torch.Generator().manual_seed(0))
+    token_ids = list(range(11))
+    whole = top_logprobs(logits, token_ids, 3)
+    assert all(sampling.prompt_logprobs(logits, token_ids, 3, piece) == whole for piece in (1, 4, 11, 128))
+    assert sampling.prompt_logprobs(logits[:0], [], 3) == []
 
 
 # -- Logits that are no numbers -----------------------------------------------------------------------------------------------
@@ -362,6 +474,15 @@ def test_rows_that_are_not_finite_get_no_token_and_the_others_do():
     rows = torch.tensor([LOGITS, [nan] * 5, [0, nan, 1, 2, 3], [0, INF, 1, 2, 3], [-INF] * 5, [-INF, -INF, -INF, 1.0, -INF]])
     for temperature in (0, 1.0):
         assert sample(rows, [request(temperature=temperature, top_k=1) for _ in rows]) == [1, None, None, None, None, 3]
+
+
+def test_whose_fault_it_is_that_there_is_no_token():
+    settings = request(prompt=[1], repetition_penalty=1e-40, temperature=0), request(prompt=[1], allowed_token_ids=[1], min_tokens=1, eos=[1])
+    assert sample(torch.tensor([LOGITS] * 2), settings) == [None, None]
+    says = [sampling.why_no_token(torch.tensor(LOGITS), r) for r in settings]
+    assert says[0].endswith("repetition_penalty=1e-40") and says[1].endswith("allowed_token_ids=[1], min_tokens=1")
+    for row in ([0.0, math.nan], [INF, 0.0], [-INF, -INF]):
+        assert "model's logits are not finite" in sampling.why_no_token(torch.tensor(row), settings[0])
 
 
 @pytest.mark.parametrize("value", [math.nan, INF])

@@ -23,6 +23,7 @@ sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 import torch
 import torch.nn.functional as F
 
+import attention as attention_module
 import kernels
 from options import end_quietly
 
@@ -84,9 +85,12 @@ def demo():
         cases = [("rms_norm", "5 rows of 96, residual added", lambda ops: ops.rms_norm(x[0], x[1, 0], 1e-5, x[2])[0]),
                  ("silu_and_mul", "5 rows of 2 x 48", lambda ops: ops.silu_and_mul(x[3])),
                  ("rope_and_write_kv", "42 tokens, 8 + 2 heads of 64", lambda ops: rope_and_write(ops, mixed))]
+        head = torch.randn(3, 70, 64, generator=torch.Generator().manual_seed(1)).to(dtype)           # q, k, v [70, 64]
+        cases.append(("dense_attention", "one head, 70 queries, 70 keys", lambda ops: (
+            attention_module.dense_attention if ops is kernels.TORCH else attention_module.dense_attention_triton)(*head, 0.125)))
         for what, seq_lens, q_lens, d in (
                 ("decodes of 1, 15, 16, 17 and 200 keys", [1, 15, 16, 17, 200], [1] * 5, 64),
-                ("a decode of 1300 keys: 3 splits, merged", [1300], [1], 64),
+                ("a decode of 1300 keys: 21 splits, merged", [1300], [1], 64),
                 ("prefill of 50 tokens, head size 80", [50], [50], 80),
                 ("2 decodes, a prefill, a chunk's last 7", [9, 700, 33, 40], [1, 1, 33, 7], 64)):
             batch = example_batch(seq_lens, q_lens, d=d, dtype=dtype)
@@ -113,19 +117,21 @@ def timed(operation, ops):
 
 LLAMA_8B = dict(name="8B", H=32, Hkv=8, d=128, D=4096, I=14336)
 LLAMA_70B_TP8 = dict(name="70B/TP8", H=8, Hkv=1, d=128, D=8192, I=28672 // 8)
-BATCHES, CONTEXTS = (1, 4, 16, 64, 256), (1024, 4096, 8192, 32768)
+BATCHES, CONTEXTS = (1, 4, 8, 16, 64, 256), (1024, 4096, 8192, 32768)
+SKEWED = (131072, *[1024] * 255)                                          # a decode each: one long, many short
 CHUNKS = ((2048, 2048), (4096, 4096), (8192, 8192), (2048, 8192))         # (queries, keys)
 ROWS = (1, 64, 1024, 8192)
 
 
-def cases(device, dtype, shapes=(LLAMA_8B, LLAMA_70B_TP8), batches=BATCHES, contexts=CONTEXTS, chunks=CHUNKS, rows=ROWS,
-          max_kv_bytes=16 << 30):
+def cases(device, dtype, shapes=(LLAMA_8B, LLAMA_70B_TP8), batches=BATCHES, contexts=CONTEXTS, skewed=SKEWED,
+          chunks=CHUNKS, rows=ROWS, max_kv_bytes=16 << 30):
     """(group, label, bytes, flops, our operation, PyTorch's or None), one at a time: each holds its tensors.
 
     bytes is what must cross the memory bus at least once; flops counts 2 for a multiply-add and only what causality
     leaves: 4 * H * d for each pair of a query and a key that it sees.
     """
-    ops, size = kernels.TRITON, torch.empty((), dtype=dtype).element_size()
+    one = shapes[0]
+    ops, size = kernels.select_backend("triton", device, dtype, one["d"], one["H"] // one["Hkv"]), dtype.itemsize
     for m in shapes:
         H, Hkv, d, D, I = (m[key] for key in ("H", "Hkv", "d", "D", "I"))
         for S in batches:
@@ -135,6 +141,10 @@ def cases(device, dtype, shapes=(LLAMA_8B, LLAMA_70B_TP8), batches=BATCHES, cont
                     b = example_batch([L] * S, [1] * S, H, Hkv, d, dtype=dtype, device=device)
                     yield ("decode", f"{m['name']} batch {S}, {L} keys", kv + 2 * S * H * d * size, 4 * S * H * d * L,
                            lambda: attend(ops, b), dense_attention(b))
+        b, S = example_batch(skewed, [1] * len(skewed), H, Hkv, d, dtype=dtype, device=device), len(skewed)
+        yield ("decode", f"{m['name']} {S} sequences, {skewed[0]} keys and {skewed[-1]} each",
+               2 * sum(skewed) * Hkv * d * size + 2 * S * H * d * size, 4 * H * d * sum(skewed),
+               lambda: attend(ops, b), None)
         for q_len, L in chunks:
             b = example_batch([L], [q_len], H, Hkv, d, dtype=dtype, device=device)
             pairs = sum(range(L - q_len + 1, L + 1))
@@ -208,7 +218,7 @@ def bench(dtype=torch.bfloat16):
     copy, matmul = yardsticks(dtype)
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s, {str(dtype)[6:]} matrix product "
           f"{matmul / 1e12:.0f} TFLOP/s, both measured. 'share' is of the first, for prefill of the second.")
-    print(f"{'':9} {'':38} {'MB':>8} {'us':>9} {'TB/s':>6} {'TFLOP/s':>8} {'share':>6} {'goal':>11} {'PyTorch us':>11} "
+    print(f"{'':9} {'':47} {'MB':>8} {'us':>9} {'TB/s':>6} {'TFLOP/s':>8} {'share':>6} {'goal':>11} {'PyTorch us':>11} "
           f"{'difference':>10}")
     for group, label, n_bytes, flops, ours, theirs in cases("cuda", dtype):
         difference = (ours().float() - theirs().float()).abs().max().item() if theirs else float("nan")
@@ -217,7 +227,7 @@ def bench(dtype=torch.bfloat16):
         # Below 64 MB there is too little work to fill the card, and what is measured is the launch.
         goal = GOALS.get(group) if group == "prefill" or n_bytes >= 64e6 else None
         verdict = "" if goal is None else f"{goal:.0%} {'reached' if share >= goal else 'missed'}"
-        print(f"{group:9} {label:38} {n_bytes / 1e6:8.1f} {seconds * 1e6:9.1f} {n_bytes / seconds / 1e12:6.2f} "
+        print(f"{group:9} {label:47} {n_bytes / 1e6:8.1f} {seconds * 1e6:9.1f} {n_bytes / seconds / 1e12:6.2f} "
               f"{flops / seconds / 1e12:8.1f} {share:6.0%} {verdict:>11} {rival * 1e6:11.1f} {difference:10.1e}",
               flush=True)
 

@@ -2,9 +2,9 @@
 
     python chapters/tools/bench_peers.py --model DIR                          nano-serve and transformers
     python chapters/tools/bench_peers.py --model DIR --vllm /path/to/python   … and the vLLM of that interpreter
-    python chapters/tools/bench_peers.py --model DIR --compile                … and nano-serve with --compile ("compiled")
     python chapters/tools/bench_peers.py --model DIR --budget                 where a step's time goes
-    python chapters/tools/bench_peers.py --linears                            products: as stored, transposed, packed
+    python chapters/tools/bench_peers.py --linears                            products: PyTorch's, oneDNN's, cpu_kernels.c's
+    python chapters/tools/bench_peers.py --sampling                           what drawing a token from a row costs
 
 Every system is loaded once, in a process of its own; then they take turns on the same workloads (token ids, greedy, EOS
 ignored), so that a slow minute of the machine hits all of them. The ratios are what counts. A turn during which other
@@ -20,6 +20,7 @@ import glob
 import importlib.util
 import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -56,7 +57,7 @@ def workloads(model):
 def nano_serve(args):
     from nano_serve import LLM, SamplingParams
     llm = LLM(args.model, dtype=args.dtype, threads=args.threads, max_num_batched_tokens=4096,
-              enable_prefix_caching=False, compile=args.serve == "compiled")
+              enable_prefix_caching=False)
     greedy = lambda n: SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
     return lambda requests: [o.outputs[0].token_ids for o in llm.generate(
         [p for p, _ in requests], [greedy(n) for _, n in requests])]
@@ -99,7 +100,7 @@ def transformers(args):
     return run
 
 
-SYSTEMS = {"nano-serve": nano_serve, "compiled": nano_serve, "transformers": transformers, "vllm": vllm}
+SYSTEMS = {"nano-serve": nano_serve, "transformers": transformers, "vllm": vllm}
 
 
 def serve(args):
@@ -153,7 +154,7 @@ def own_seconds():
 
 def compare(args):
     """Let all systems take turns; returns {(system, dtype): {workload: [turns]}}."""
-    kinds = ["nano-serve"] + ["compiled"] * args.compile + ["transformers"] + ["vllm"] * bool(args.vllm)
+    kinds = ["nano-serve"] + ["transformers"] + ["vllm"] * bool(args.vllm)
     results = {}
     for dtype in args.dtypes:
         processes = {}
@@ -194,7 +195,7 @@ def compare(args):
 
 
 def report(results):
-    """The table: medians, and each peer's best dtype against the best of nano-serve, without and with --compile."""
+    """The table: medians, and each peer's best dtype against the best of nano-serve."""
     median = lambda turns: statistics.median(t["seconds"] for t in turns)
     figures = {}
     for (kind, dtype), of in results.items():
@@ -221,26 +222,28 @@ def report(results):
 
 # -- where the time goes ----------------------------------------------------------------------------------------------
 
-def lower_quartile(call, n):
+def lower_quartile(call, n, clock=time.perf_counter):
     """Seconds of a call: of n, the one that a quarter of them undercut."""
     call()
     times = []
     for _ in range(n):
-        start = time.perf_counter()
+        start = clock()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return sorted(times)[n // 4]
 
 
 def linears(args):
-    """All matrix products of one step of SmolLM2-135M's shapes, in ms: weights as stored, transposed, packed."""
+    """All matrix products of one step of SmolLM2-135M's shapes, in ms: F.linear; oneDNN with its weights packed for it; and
+    cpu_kernels.c."""
     import torch
     import torch.nn.functional as F
-    from model import PACKED_FOR_ROWS
+    import cpu_kernels
     torch.set_num_threads(args.threads)
     shapes = [(960, 576, 30), (576, 576, 30), (3072, 576, 30), (576, 1536, 30), (49152, 576, 1)]     # out, in, layers
-    print(f"{'dtype':10}{'rows':>6}{'as stored':>12}{'transposed':>12}{'packed':>12}   ms for the products of a step")
+    print(f"{'dtype':10}{'rows':>6}{'F.linear':>15}{'oneDNN':>15}{'cpu_kernels.c':>15}   ms for the products of a step")
     for dtype in (torch.float32, torch.bfloat16):
+        ops = cpu_kernels.backend(dtype, 64, 3)
         for rows in (1, 8, 32, 256, 2048):
             total = [0.0, 0.0, 0.0]
             for n_out, n_in, layers in shapes:
@@ -249,86 +252,121 @@ def linears(args):
                 copies = 1 if n_out > 9999 else 12          # more than the caches hold, as in a model
                 plain = [torch.randn(n_out, n_in, dtype=dtype) for _ in range(copies)]
                 x = torch.randn(rows, n_in, dtype=dtype)
-                packed = [torch.ops.mkldnn._reorder_linear_weight(w, PACKED_FOR_ROWS) for w in plain]
-                packed_product = lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
-                ways = (F.linear, plain), (torch.matmul, [w.t().contiguous() for w in plain]), (packed_product, packed)
-                for i, (product, weights) in enumerate(ways):
-                    weights = itertools.cycle(weights)
-                    seconds = lower_quartile(lambda: product(x, next(weights)), 4 if rows > 100 else 24)
-                    total[i] += seconds * layers * 1000
-            print(f"{str(dtype)[6:]:10}{rows:6}" + "".join(f"{t:12.1f}" for t in total))
+                packed = [torch.ops.mkldnn._reorder_linear_weight(w, 32) for w in plain]
+                onednn = lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+                ways = (F.linear, plain), (onednn, packed), (ops.linear, [ops.pack(w) for w in plain])
+                cycles, best = [itertools.cycle(weights) for _, weights in ways], [math.inf] * 3
+                for _ in range(4 if rows > 100 else 24):
+                    for i, (product, _) in enumerate(ways):       # in turn, so that a slow moment hits all three
+                        start = time.perf_counter()
+                        product(x, next(cycles[i]))
+                        best[i] = min(best[i], time.perf_counter() - start)
+                total = [t + seconds * layers * 1000 for t, seconds in zip(total, best)]
+            print(f"{str(dtype)[6:]:10}{rows:6}" + "".join(f"{t:15.1f}" for t in total))
+
+
+STEPS = ("1 decode", 1, 128), ("8 decodes", 8, 128), ("32 decodes", 32, 300), ("prefill", 0, 2048)      # requests, tokens
+
+
+def sampling_times(args):
+    """Milliseconds of one thread's time for a row of 128,256 logits: flat ones (all of them matter) and peaked ones (as
+    a model's), each alone and eight in a step."""
+    import torch
+    from request import Request, SamplingParams
+    from sampling import sample
+    torch.set_num_threads(1)
+    flat = torch.randn(8, 128256, generator=torch.Generator().manual_seed(0))
+    peaked = 3 * flat
+    peaked[:, :5] += 14
+    print(f"{'':34}{'flat':>7}{'of 8':>7}{'peaked':>9}{'of 8':>7}   ms a row")
+    for cut in ({"temperature": 0}, {}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 50}, {"top_k": 50, "top_p": 0.9}):
+        times = []
+        for logits in (flat[:1], flat, peaked[:1], peaked):
+            seeds = itertools.count()
+            step = lambda: sample(logits, [Request("r", [], SamplingParams(seed=next(seeds), **cut)) for _ in logits])
+            times.append(lower_quartile(step, 24, time.thread_time) / len(logits) * 1000)
+        print(f"{str(cut or 'uncut'):34}{times[0]:7.2f}{times[1]:7.2f}{times[2]:9.2f}{times[3]:7.2f}")
 
 
 def budget(args):
-    """One decode step, alone and of 32: the products, attention, the rest of the model, and what the engine itself adds
-    (scheduling, building the batch, taking the likeliest token of each row, handing tokens back)."""
+    """Where a step's time goes, in ms: the operations of cpu_kernels.c by kind, PyTorch and Python around them in the model,
+    and the engine (scheduling, building the batch, sampling, handing tokens back). Of each the lower quartile of the steps.
+    Floor: what the step can't do without at this machine's rates, just measured. For decodes each weight is read once, for
+    a prefill its products' multiply-adds (attention's left out of both)."""
     import torch
-    from torch.profiler import ProfilerActivity, profile
     from nano_serve import LLM, SamplingParams
-    read = torch.randn(1 << 26)
-    read_rate = read.nbytes / lower_quartile(lambda: read.sum(), 8)
+    torch.set_num_threads(args.threads)
+    numbers = torch.randn(1 << 26)
+    read_rate = numbers.nbytes / lower_quartile(lambda: numbers.sum(), 8)
+    print(f"{'':26}" + "".join(f"{name:>11}" for name in ("step", "floor", "products", "attention", "norm, rope", "model", "engine")))
     for dtype in args.dtypes:
-        llm = LLM(args.model, dtype=dtype, threads=args.threads, max_num_batched_tokens=4096,
-                  enable_prefix_caching=False, compile=args.compile)
-        engine, rng, inside = llm.engine, random.Random(0), []
-        execute = engine.executor.execute
+        square = torch.randn(2048, 2048, dtype=getattr(torch, dtype))
+        flops = 2 * 2048 ** 3 / lower_quartile(lambda: square @ square, 8)
+        llm = LLM(args.model, dtype=dtype, threads=args.threads, max_num_batched_tokens=4096, enable_prefix_caching=False)
+        engine, rng, spent = llm.engine, random.Random(0), {}
+        model, ops, execute = engine.executor.model, engine.executor.model.ops, engine.executor.execute
 
-        def timed(batch):
-            start = time.perf_counter()
-            logits = execute(batch)
-            inside.append(time.perf_counter() - start)
-            return logits
-        engine.executor.execute = timed
-        model = engine.executor.model
-        size = sum(p.nbytes for p in model.parameters()) + sum(
-            w.packed.nbytes for w in model.modules() if getattr(w, "packed", None) is not None and w.weight is None)
-        for batch in (1, 32):
-            for i in range(batch):
-                engine.add_request(f"{batch}-{i}", [rng.choice(ids_of(args.model)) for _ in range(128)],
-                                   SamplingParams(temperature=0, max_tokens=99, ignore_eos=True))
-            for _ in range(4):
-                engine.step()
-            outside = []
-            for _ in range(16):
+        def timed(function, kind):
+            def call(*args, **more):
+                start = time.perf_counter()
+                result = function(*args, **more)
+                spent[kind] = spent.get(kind, 0) + time.perf_counter() - start
+                return result
+            return call
+        kinds = {"linear": "products", "paged_attention": "attention", "rms_norm": "rest", "rope_and_write_kv": "rest"}
+        plain = {name: getattr(ops, name) for name in kinds}
+        for name, kind in kinds.items():
+            setattr(ops, name, timed(plain[name], kind))
+        engine.executor.execute = timed(execute, "model")
+        matrices = [proj.packed for proj in model.modules() if getattr(proj, "packed", None) is not None]
+        size, numbers_of = sum(p.nbytes for p in matrices), sum(p.n_out * p.n_in for p in matrices)
+        greedy = SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
+        for name, batch, length in STEPS:
+            rows, ids = [], itertools.count()
+            start_one = lambda: engine.add_request(
+                f"{name}-{next(ids)}", [rng.choice(ids_of(args.model)) for _ in range(length)], greedy)
+            for _ in range(batch):
+                start_one()
+            for i in range(20 if batch else 6):
+                if not batch:
+                    start_one()
+                spent.clear()
                 start = time.perf_counter()
                 engine.step()
-                outside.append(time.perf_counter() - start - inside[-1])
-            outside, step = statistics.median(outside), min(lower_quartile(engine.step, 8) for _ in range(2))
-            with profile(activities=[ProfilerActivity.CPU]) as p:
-                for _ in range(8):
-                    engine.step()
-            own = {e.key: e.self_cpu_time_total / 8e3 for e in p.key_averages()}                     # ms a step
-            products = sum(v for k, v in own.items() if "CompiledFxGraph" in k or k in (
-                "mkldnn::_linear_pointwise", "aten::mm", "aten::addmm"))
-            attention = sum(v for k, v in own.items() if "scaled_dot_product" in k or k in (
-                "aten::index_select", "aten::bmm", "aten::_softmax", "aten::_embedding_bag_forward_only",
-                "nano_serve::attend"))
-            others = sum(own.values()) - products - attention
-            print(f"{dtype} batch {batch}: step {step * 1000:.1f} ms, of which the engine {outside * 1000:.2f} "
-                  f"({outside / batch * 1e6:.0f} us a request, {outside / step:.1%}); under the profiler: products "
-                  f"and what is compiled {products:.1f}, attention with its gathers {attention:.1f}, other operators "
-                  f"{others:.1f} ms; reading the weights once at {read_rate / 1e9:.0f} GB/s would take "
-                  f"{size / read_rate * 1000:.1f} ms")
+                step = time.perf_counter() - start
+                inside = spent["products"] + spent["attention"] + spent["rest"]
+                if i > 3 or not batch and i > 0:
+                    rows.append([step, spent["products"], spent["attention"], spent["rest"], spent["model"] - inside,
+                                 step - spent["model"]])
+                if not batch:
+                    engine.abort_request(f"{name}-{i}")
+            step, *parts = (sorted(column)[len(column) // 4] * 1000 for column in zip(*rows))
+            head = max((p for p in matrices), key=lambda p: p.n_out)
+            floor = size / read_rate if batch else 2 * length * (numbers_of - head.n_out * head.n_in) / flops
+            print(f"{dtype:10}{name:16}" + "".join(f"{ms:11.2f}" for ms in (step, floor * 1000, *parts)))
             for i in range(batch):
-                engine.abort_request(f"{batch}-{i}")
+                engine.abort_request(f"{name}-{i}")
+        for name, function in plain.items():
+            setattr(ops, name, function)
+        llm.close()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Hugging Face checkpoint folder, such as SmolLM2-135M-Instruct")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM installed")
-    parser.add_argument("--compile", action="store_true", help="nano-serve with --compile, too (--budget: it alone)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--workloads", nargs="+", default=["a1", "a", "c", "b8", "b"], choices=WORKLOADS)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--budget", action="store_true")
     parser.add_argument("--linears", action="store_true")
+    parser.add_argument("--sampling", action="store_true")
     parser.add_argument("--verbose", action="store_true", help="show what the systems print")
     parser.add_argument("--serve", choices=sorted(SYSTEMS), help=argparse.SUPPRESS)
     parser.add_argument("--dtype", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not args.linears:
+    if not (args.linears or args.sampling):
         config = Path(args.model or "", "config.json")
         if not args.model or not config.is_file():
             parser.error("--model must be a checkpoint folder, with a config.json")
@@ -344,6 +382,8 @@ def main():
         serve(args)
     elif args.linears:
         linears(args)
+    elif args.sampling:
+        sampling_times(args)
     elif args.budget:
         budget(args)
     else:

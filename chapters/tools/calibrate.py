@@ -1,6 +1,6 @@
 """Where the ledger's constants come from: kernel times that others measured, or a run on this machine.
 
-    fit            the H100's constants from chapters/data (`python chapters/tools/ledger.py --fit` prints every error)
+    fit            the H100's constants from chapters/data (`calibrate.py --fit` prints every error)
     calibrate      the constants of this machine and one model, from the StepRecords of the real engine
     reality_check  the simulator against the engine here, on a workload that it was not calibrated with
                    (`python chapters/tools/calibrate.py`)
@@ -12,7 +12,6 @@ import argparse
 import csv
 import functools
 import math
-import os
 import pathlib
 import sys
 import time
@@ -22,9 +21,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import bench  # noqa: E402
-from ledger import (CALIBRATED_H100, Calibration, Cost, Hardware, Ledger, ModelShape,  # noqa: E402
-                    SimulatedEngine, work_of)
+from givens import CALIBRATED_H100, AttentionCost, Calibration, Cost, ModelShape, this_machine  # noqa: E402
+from ledger import Ledger, work_of  # noqa: E402
+from metrics import percentile  # noqa: E402
 from options import end_quietly  # noqa: E402
+from simulator import SimulatedEngine  # noqa: E402
 
 # The measurement's name -> ours.
 MEASURED = {"attn_pre_proj": "qkv_proj", "attn_post_proj": "o_proj", "mlp_up_proj": "gate_up_proj",
@@ -59,11 +60,33 @@ def layer_seconds(table):
     return total
 
 
-def all_reduce_errors(cost):
-    """{bytes: estimated / measured} for eight GPUs."""
-    ledger = Ledger(calibration=replace(CALIBRATED_H100, all_reduce=Cost(*cost)))
-    return {int(row["bytes"]): ledger.seconds(*ledger.all_reduce("", int(row["bytes"]) / 2, 2 * 7 / 8))
-            / (float(row["median_us"]) / 1e6) for row in read_csv("h100_dgx_allreduce_8gpu.csv")}
+def measured_attention():
+    """[(chunks, seconds)] of one layer's attention, 8 query heads on 1 KV head: decodes, then prefills."""
+    decode = [([(int(row["context"]) - 1, 1)] * int(row["batch"]), float(row["us"]) / 1e6)
+              for row in read_csv("h100_vllm_decode_attention_tp8.csv")]
+    return decode, [([(int(row["cached_tokens"]), int(row["new_tokens"]))] * int(row["batch"]), float(row["us"]) / 1e6)
+                    for row in read_csv("h100_vllm_prefill_attention_tp8.csv")]
+
+
+def attention_errors(cost, rows):
+    """[estimated / measured]; the operators depend on the sizes alone, so they are made once."""
+    ledger = Ledger(calibration=replace(CALIBRATED_H100, attention=AttentionCost(*cost)))
+    return [ledger.seconds(op) / seconds for op, seconds in rows]
+
+
+def measured_all_reduces():
+    """[(bytes, seconds)] over eight GPUs, each where vLLM uses it: its own below 8 MiB, from there on NCCL's."""
+    own = [(int(row["bytes"]), float(row["us_in_graph"]) / 1e6) for row in read_csv(
+        "h100_vllm_custom_allreduce_8gpu.csv")]
+    nccl = [(int(row["bytes"]), float(row["median_us"]) / 1e6) for row in read_csv("h100_dgx_allreduce_8gpu.csv")]
+    return [row for row in own if row[0] < 8 << 20] + [row for row in nccl if row[0] >= 8 << 20]
+
+
+def all_reduce_errors(calibration):
+    """{bytes: estimated / measured}."""
+    ledger = Ledger(calibration=calibration)
+    return {size: ledger.seconds(*ledger.all_reduce("", size / 2, 2 * 7 / 8)) / seconds
+            for size, seconds in measured_all_reduces()}
 
 
 def pattern_search(loss, start):
@@ -81,54 +104,42 @@ def pattern_search(loss, start):
     return [float(f"{math.exp(v):.3g}") for v in x]
 
 
-def fit():
-    """The Calibration that chapters/data asks for: seven numbers for the operators, two for all-reduce.
+def squared_logs(ratios):
+    return sum(math.log(ratio) ** 2 for ratio in ratios)
 
-    It minimises the squared log errors of each operator at each size, plus 50 times the whole layer's, since the layer
-    is what a step adds up.  Small operators count a tenth: some take 1 us, measured in whole microseconds."""
+
+@functools.cache
+def fit():
+    """The Calibration that chapters/data asks for: seven numbers for the operators of a layer, four for attention, two
+    for each all-reduce.
+
+    Each search minimises squared log errors.  Of the operators, small ones count a tenth (some take 1 us, measured in
+    whole microseconds), and the whole layer fifty times, since the layer is what a step adds up."""
     measured = measured_ops()
     layers = layer_seconds(measured)
 
-    def calibration(x):
-        # Attention was not measured: it gets what the other matrix products get.
-        return Calibration(Cost(*x[0:2]), Cost(*x[0:2]), Cost(*x[2:4]), Cost(*x[4:6]), x[6], CALIBRATED_H100.all_reduce)
+    def operators(x):
+        return replace(CALIBRATED_H100, gemm=Cost(*x[0:2]), norm=Cost(*x[2:4]), elementwise=Cost(*x[4:6]),
+                       smoothness=x[6])
 
     def loss(x):
-        table = estimated_ops(calibration(x), measured)
+        table = estimated_ops(operators(x), measured)
         return (sum(math.log(table[key] / measured[key]) ** 2 * (1 if "proj" in key[0] else 0.1) for key in measured)
-                + 50 * sum(math.log(seconds / layers[T]) ** 2 for T, seconds in layer_seconds(table).items()))
+                + 50 * squared_logs(seconds / layers[T] for T, seconds in layer_seconds(table).items()))
 
-    all_reduce = pattern_search(lambda x: sum(math.log(e) ** 2 for e in all_reduce_errors(x).values()), [2e-5, 0.8])
-    operators = pattern_search(loss, [5e-6, 0.7, 4e-6, 0.4, 1e-6, 0.6, 3])
-    return replace(calibration(operators), all_reduce=Cost(*all_reduce))
-
-
-def this_machine(clock=time.perf_counter):
-    """The Hardware under our feet: fp32 matrix product and memory copy, the best of several runs of PyTorch."""
-    import torch
-
-    def best(function, *arguments):
-        def once():
-            begin = clock()
-            function(*arguments)
-            return clock() - begin
-        return min(once() for _ in range(8))
-
-    a, b = torch.randn(1024, 1024), torch.empty(1 << 25)
-    copied = 2 * b.nbytes / best(b.copy_, torch.ones_like(b))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Hardware("this machine", 2 * 1024 ** 3 / best(torch.mm, a, a), copied, memory, copied, "measured here, fp32")
+    fitted = operators(pattern_search(loss, [5e-6, 0.7, 4e-6, 0.4, 1e-6, 0.6, 3]))
+    for kind, start in (("one_shot", [5e-6, 0.7]), ("two_shot", [1e-5, 0.8]), ("nccl", [3e-5, 0.8])):
+        fitted = replace(fitted, **{kind: Cost(*pattern_search(lambda x: squared_logs(all_reduce_errors(
+            replace(fitted, **{kind: Cost(*x)})).values()), start))})
+    rows = [(Ledger().attention_op(work_of(chunks)), seconds) for chunks, seconds in sum(measured_attention(), [])]
+    attention = pattern_search(lambda x: squared_logs(attention_errors(x, rows)), [1e-5, 3e-8, 0.9, 0.6])
+    return replace(fitted, attention=AttentionCost(*attention))
 
 
 def work_of_record(record):
     """The Work of a StepRecord."""
     chunks = [(request.computed, request.scheduled) for request in record.requests]
     return work_of(chunks, sum(request.sampled is not None for request in record.requests))
-
-
-def recalibrated(ledger, calibration):
-    """The same ledger with other constants."""
-    return Ledger(ledger.model, ledger.hardware, ledger.tp, calibration, ledger.dtype_bytes, ledger.block_size)
 
 
 def calibrate(ledger, *runs):
@@ -138,7 +149,7 @@ def calibrate(ledger, *runs):
     nothing else in it a step's time is linear in (1/share, 1/share, seconds, seconds), so least squares of the relative
     error finds them, none below 0.  `runs` repeat one workload: of each step the fastest counts, as noise only adds.
     The workload should have few long requests and many short ones, or the four cannot be told apart."""
-    ideal = recalibrated(ledger, Calibration(*[Cost(0, 1)] * 4, smoothness=1, all_reduce=Cost(0, 1)))
+    ideal = ledger.with_costs(**vars(plain(Cost(0, 1), 1)))
     rows = []
     for steps in zip(*runs):
         work, seconds = work_of_record(steps[0]), min(step.duration for step in steps)
@@ -146,8 +157,13 @@ def calibrate(ledger, *runs):
         parts = (ideal.step_time(work) - attention, attention, 1.0, work.requests)
         rows.append([part / seconds for part in parts])
     rest, attention, step, request = non_negative_least_squares(rows)
-    rest, attention = Cost(0, 1 / rest if rest else math.inf), Cost(0, 1 / attention if attention else math.inf)
-    return Calibration(rest, attention, rest, rest, 1, rest, step_overhead=step, request_overhead=request)
+    return plain(Cost(0, 1 / rest if rest else math.inf), 1 / attention if attention else math.inf, step, request)
+
+
+def plain(cost, attention, step_overhead=0.0, request_overhead=0.0):
+    """A Calibration with one cost for all operators, and for attention the share `attention` of both peaks."""
+    return Calibration(cost, cost, cost, AttentionCost(0, 0, attention, attention), cost, cost, cost, smoothness=1,
+                       step_overhead=step_overhead, request_overhead=request_overhead)
 
 
 def non_negative_least_squares(rows):
@@ -189,7 +205,7 @@ def reality_check(model=None, repetitions=3):
         engine.close()
         torch.set_num_threads(threads)
     ledger = Ledger(ModelShape.from_config(model), this_machine(time.process_time), tp=1, dtype_bytes=4)
-    ledger = recalibrated(ledger, calibrate(ledger, *calibration_runs))
+    ledger = ledger.with_costs(**vars(calibrate(ledger, *calibration_runs)))
     simulated = SimulatedEngine(ledger, engine.scheduler.config, num_kv_blocks=1000)
     _, seconds = bench.run(simulated, workload, [0.0] * len(workload))
     measured = sum(min(step.duration for step in steps) for steps in zip(*measured_runs))
@@ -207,12 +223,32 @@ def print_fit():
     for name, row in {**ratios, "the whole layer": [layers[T] / wanted[T] for T in sizes]}.items():
         print(f"{name:26}" + "".join(f"{100 * (ratio - 1):+6.0f}" for ratio in row))
     print("\nall_reduce, by bytes a rank: " + "  ".join(
-        f"{size}: {100 * (ratio - 1):+.0f}" for size, ratio in all_reduce_errors(fitted.all_reduce).items()))
+        f"{size}: {100 * (ratio - 1):+.0f}" for size, ratio in all_reduce_errors(fitted).items()))
+    for name, rows in zip(("decode", "prefill"), measured_attention()):
+        print(f"\n{name} attention, by requests x (tokens before + new tokens):")
+        ratios = attention_errors(fitted.attention, [(Ledger().attention_op(work_of(c)), s) for c, s in rows])
+        cells = [f"{len(chunks)} x ({chunks[0][0]} + {chunks[0][1]}): {100 * (ratio - 1):+.0f}"
+                 for (chunks, _), ratio in zip(rows, ratios)]
+        for at in range(0, len(cells), 5):
+            print("".join(f"{cell:24}" for cell in cells[at:at + 5]).rstrip())
+        errors = sorted(abs(ratio - 1) for ratio in ratios)
+        print(f"{len(rows)} sizes, error {percentile(errors, 50):.0%} at the median, {percentile(errors, 90):.0%} at "
+              f"the 90th percentile, {errors[-1]:.0%} at most")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=reality_check.__doc__.split("\n")[0])
+    parser.add_argument("--fit", action="store_true", help="instead, fit the H100's constants to chapters/data and "
+                                                           "print every error")
+    if parser.parse_args(argv).fit:
+        print_fit()
+        return 0
+    measured, simulated, steps, simulated_steps = reality_check()
+    print(f"measured {measured:.3f} s of CPU in {steps} steps, simulated {simulated:.3f} s in {simulated_steps}: "
+          f"{simulated / measured - 1:+.1%}")
+    return 0
 
 
 if __name__ == "__main__":
     end_quietly()
-    argparse.ArgumentParser(description=reality_check.__doc__.split("\n")[0]).parse_args()      # it has no options
-    measured, simulated, steps, simulated_steps = reality_check()
-    print(f"measured {measured:.3f} s of CPU in {steps} steps, simulated {simulated:.3f} s in {simulated_steps}: "
-          f"{simulated / measured - 1:+.1%}")
+    sys.exit(main())

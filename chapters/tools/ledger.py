@@ -1,156 +1,72 @@
-"""The ledger (账本): what a step costs, as arithmetic one can follow with a pencil; then a simulator that lives on it.
+"""The ledger (账本): what a step costs, as arithmetic one can follow with a pencil.
 
 Every chapter of the article settles its account (算一笔账) on one example: Llama-3-70B in FP16 on 8 H100s, TP=8, a
 2000-token system prompt and a 50-token question, 300 tokens out.  This file computes that account, and the same for any
 Llama shape, any TP and a few GPUs.  Nothing here needs torch.
 
-    1  ModelShape, Hardware   the givens, each figure with its source
-    2  Ledger                 exact: parameters, bytes, blocks, FLOPs, intensity.  Estimated: seconds
-    3  SimulatedEngine        the engine's own Scheduler and KVCacheManager, with a virtual clock instead of a model
-    4  account, sweep         the running example; throughput against latency for batches of 1 to 256 (--sweep)
+    givens.py   ModelShape, Hardware, Calibration: the givens, each figure with its source
+    Ledger      exact: parameters, bytes, blocks, FLOPs, intensity.  Estimated: seconds
+    account     the running example
 
-A second is estimated operator by operator, by a roofline with a rounded corner:
+A second is estimated operator by operator.  Constants stand for what no datasheet says: a latency, and the share of a
+peak that is reached.  calibrate.py fits them to kernel times that others measured (chapters/data says on which card,
+with which version); `--fit` prints them with every error.
 
-    latency + ((FLOPs / peak)^p + (bytes / bandwidth)^p)^(1/p) / efficiency
+    matrix products, norms    latency + ((FLOPs / peak)^p + (bytes / bandwidth)^p)^(1/p) / efficiency
+    attention                 latency + tiles * tile + bytes / (memory * bandwidth) + FLOPs / (compute * peak)
+    all-reduce                latency + bytes sent / (efficiency * link)
 
-with constants that calibrate.py fits to kernel times measured on that very setup (chapters/data).  `--fit` prints them
-and every error.  Where the estimate is wrong, and by how much:
+vLLM sums small messages by kernels of its own: in one shot each GPU reads all the others' data; in two each sums its
+share, then all collect the sums.  From 8 MiB on, and for a gather, it is NCCL's ring.  So a token's 161 all-reduces
+take 5 us each, not the 35 that NCCL starts with.  Where the estimate is wrong, and by how much:
 
 - A layer without attention is within 6 % of the measurement at each of 13 batch sizes from 1 to 4096 tokens, but a
   single operator is not: the QKV GEMM comes out up to 34 % too fast (256, 512 tokens), a norm up to 65 % too slow
   (256), the residual add up to 85 % too slow (512), RoPE up to 37 % too fast (4096).
-- All-reduce is within 19 % of NCCL's times at each size from 2 KB to 64 MB.  vLLM has an all-reduce of its own for
-  small messages, which is not measured here; if it is faster than NCCL's 31 us, decode steps are too.
-- Attention was not measured: it gets the GEMMs' efficiency and latency, an assumption.
+- Attention is within 6 % at the median of 291 sizes, 17 % at the 90th percentile.  Worst: one or two very long requests
+  (131,072 tokens) come out 34 % too fast; a lone chunk of 512 to 2,048 tokens up to 31 %; where K and V just fit the L2
+  cache (33 MB) 37 % too slow.  That last was a kernel run alone, again and again: between two layers of a model more
+  than 200 MB of weights pass through that cache, so there the estimate may be nearer than the measurement.
+- All-reduce is within 11 % at each size from 256 bytes to 64 MiB, on eight GPUs.  Other numbers of GPUs follow from the
+  bytes that each has to read; they were not measured.  vLLM can also sum through symmetric memory from 256 KiB on, if
+  that is enabled; for want of a measurement it is not in here.
 - The host's time is not in it: on a GPU it is taken to run ahead.  `step_overhead` holds it where it was measured:
   calibrated on a busy 2-core CPU with one workload, it predicted another within 11 %
   (`python chapters/tools/calibrate.py`).
-- The other GPUs keep the H100's efficiencies and latencies beside their own peaks, an assumption too.
+- The other GPUs keep the H100's efficiencies and latencies beside their own peaks, an assumption.
 
 vLLM has no such file: it runs the model and looks.
 """
 import argparse
 import functools
-import json
-import math
 import pathlib
+import runpy
 import sys
-from dataclasses import dataclass, fields
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
-from rich import box  # noqa: E402
-from rich.console import Group  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-import bench  # noqa: E402
-from kv_cache import KVCacheManager  # noqa: E402
-from metrics import parse_goodput, summarize  # noqa: E402
-from options import check_folder, end_quietly, make_console, naming  # noqa: E402
-from request import Request  # noqa: E402
-from scheduler import Scheduler, SchedulerConfig  # noqa: E402
-from show import LineChart, save_svg  # noqa: E402
+from givens import (CALIBRATED_H100, HARDWARE, LLAMA_3_8B, LLAMA_3_70B, MODELS, Calibration, Hardware,  # noqa: E402
+                    ModelShape, this_machine)
+from options import end_quietly, make_console  # noqa: E402
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 1  The givens
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a Llama, under the names of its config.json.  head_dim 0 stands for hidden_size / heads."""
-    num_hidden_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    intermediate_size: int
-    vocab_size: int
-    tie_word_embeddings: bool = False
-    head_dim: int = 0
-
-    def __post_init__(self):
-        if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-
-    @classmethod
-    def from_config(cls, path):
-        """From a checkpoint folder or its config.json.  ValueError: a size that the file lacks."""
-        path = pathlib.Path(path)
-        config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-        config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
-        sizes = {field.name: config[field.name] for field in fields(cls) if config.get(field.name) is not None}
-        missing = [field.name for field in fields(cls)[:6] if field.name not in sizes]
-        if missing:
-            raise ValueError(f"{path} has no {', '.join(missing)}")
-        return cls(**sizes)
-
-
-# Source: config.json of meta-llama/Meta-Llama-3-70B and Meta-Llama-3-8B.
-LLAMA_3_70B = ModelShape(80, 8192, 64, 8, 28672, 128256)
-LLAMA_3_8B = ModelShape(32, 4096, 32, 8, 14336, 128256)
-MODELS = {"llama-3-70b": LLAMA_3_70B, "llama-3-8b": LLAMA_3_8B}
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """One accelerator.  peak_flops: dense FP16, FLOP/s.  bandwidth: of its memory, bytes/s.  memory: bytes.
-    link: what it can send to its peers, one direction, bytes/s."""
-    name: str
-    peak_flops: float
-    bandwidth: float
-    memory: float
-    link: float
-    source: str
-
-
-# Datasheets quote tensor peaks "with sparsity", twice the dense figure, and links as the sum of both directions.
-HARDWARE = {h.name: h for h in [
-    Hardware("h100", 989.4e12, 3.35e12, 80e9, 450e9, "H100 SXM datasheet: 1979 TFLOPS sparse, NVLink 900 GB/s"),
-    Hardware("h200", 989.4e12, 4.8e12, 141e9, 450e9, "H200 SXM datasheet: 1979 TFLOPS sparse, NVLink 900 GB/s"),
-    Hardware("a100", 312e12, 2.039e12, 80e9, 300e9, "A100 80GB SXM datasheet: 312 TFLOPS dense, NVLink 600 GB/s"),
-    Hardware("l4", 121e12, 0.3e12, 24e9, 32e9, "L4 datasheet: 242 TFLOPS sparse, PCIe 4.0 x16 64 GB/s"),
-    Hardware("b200", 2250e12, 8e12, 180e9, 900e9, "HGX B200, one of eight: 4500 TFLOPS sparse, NVLink 1.8 TB/s"),
-]}
-
-
-class Cost(NamedTuple):
-    """What an operator pays besides its roofline: seconds before it starts, and the share of the peak it reaches."""
-    latency: float
-    efficiency: float
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """The constants of the estimate: a Cost for each kind of operator, and what no operator explains."""
-    gemm: Cost
-    attention: Cost
-    norm: Cost
-    elementwise: Cost
-    smoothness: float               # p: 1 adds the two roofs, infinity takes the larger
-    all_reduce: Cost
-    step_overhead: float = 0.0      # seconds a step
-    request_overhead: float = 0.0   # seconds for each request in it
-
-
-# What calibrate.fit() computes from chapters/data; a test holds the two together.
-CALIBRATED_H100 = Calibration(
-    gemm=Cost(3.03e-06, 0.792), attention=Cost(3.03e-06, 0.792), norm=Cost(4.09e-06, 0.431),
-    elementwise=Cost(1.54e-06, 0.657), smoothness=3.01, all_reduce=Cost(3.14e-05, 0.824))
-
-# ----------------------------------------------------------------------------------------------------------------------
-# 2  The account
+# 1  The account
 
 
 class Op(NamedTuple):
     """One operator on one GPU, run `count` times.  A multiply-add is two FLOPs; bytes cross memory bus or link."""
     name: str
-    kind: str        # the field of Calibration: gemm, attention, norm, elementwise, all_reduce
+    kind: str        # the field of Calibration: gemm, attention, norm, elementwise, one_shot, two_shot, nccl
     flops: float
     bytes: float
     count: int = 1
+    tiles: float = 0.0      # of attention
 
 
 class Work(NamedTuple):
@@ -191,6 +107,11 @@ class Ledger:
         # T and S repeat from step to step, so what depends on them alone is added up once a value.
         self._token_seconds = functools.lru_cache(None)(lambda T: self.total_seconds(self.token_ops(T)))
         self._sample_seconds = functools.lru_cache(None)(lambda S: self.total_seconds(self.sample_ops(S)))
+        # The rest of a step is attention, linear in each part of the work: seconds for one of each, in all layers.
+        one = [Work(*[int(i == j) for j in range(5)]) for i in range(5)]
+        nothing, *each = [self.total_seconds([self.attention_op(w)]) for w in (Work(0, 0, 0, 0, 0), *one)]
+        token, _, self.pair_seconds, self.context_seconds, request = [seconds - nothing for seconds in each]
+        self._attention_seconds = nothing, token, request
 
     # -- exact ---------------------------------------------------------------------------------------------------------
 
@@ -262,8 +183,20 @@ class Ledger:
         return ops + self.all_reduce("all_reduce", T * D, 2 * (self.tp - 1) / self.tp, 2)
 
     def all_reduce(self, name, elements, passes, count=1):
-        """On a ring each GPU sends its data 2 (n-1)/n times to sum it, (n-1)/n times to gather it."""
-        return [Op(name, "all_reduce", 0, passes * elements * self.dtype_bytes, count)] if self.tp > 1 else []
+        """A message of `elements` that all GPUs sum, or that one of them gathers; nothing on one GPU.
+
+        passes: how often a ring sends the message to sum it, 2 (n-1)/n, or to gather it, (n-1)/n.  vLLM sums below 8
+        MiB itself.  In one shot each GPU reads the n-1 others' messages whole, which is quick while they are small; in
+        two, 2 (n-1)/n of one as on a ring.  With four GPUs it changes from the one to the other at 512 KiB, with more
+        at 256; two always take one shot.
+        vLLM: distributed/device_communicators/custom_all_reduce.py:348 CustomAllreduce.should_custom_ar"""
+        n, size = self.tp, elements * self.dtype_bytes
+        own = self.hardware.nvlink and n in (2, 4, 6, 8) and size < 8 << 20 and passes >= 1
+        if n == 1:
+            return []
+        if own and (n == 2 or size < (512 << 10 if n == 4 else 256 << 10)):
+            return [Op(name, "one_shot", 0, (n - 1) * size, count)]
+        return [Op(name, "two_shot" if own else "nccl", 0, passes * size, count)]
 
     def token_ops(self, T):
         """All that depends on T alone: the embedding, every layer without its attention, the last norm."""
@@ -283,11 +216,14 @@ class Ledger:
                 Op("sample", "elementwise", logits, 4 * logits)]
 
     def attention_op(self, work):
-        """QK^T and PV: 4 d FLOPs a pair and query head.  A request's K and V are read once for all heads (GQA)."""
-        m, heads = self.model, self.model.num_attention_heads // self.tp
-        elements = 2 * work.context * self.kv_heads_per_gpu * m.head_dim + 2 * work.tokens * heads * m.head_dim
+        """QK^T and PV: 4 d FLOPs a pair and query head.  A request's K and V are read once for all heads (GQA).
+
+        The kernel takes the query rows that share a KV head, G = heads / KV heads of them a token, 128 to a tile.  A
+        decode's G rows are a tile of their own, a prefill fills its tiles; the last one is half full in the mean."""
+        m, heads, kv_heads = self.model, self.model.num_attention_heads // self.tp, self.kv_heads_per_gpu
+        elements = 2 * work.context * kv_heads * m.head_dim + 2 * work.tokens * heads * m.head_dim
         return Op("attention", "attention", 4 * work.pairs * heads * m.head_dim, elements * self.dtype_bytes,
-                  m.num_hidden_layers)
+                  m.num_hidden_layers, work.requests * kv_heads + work.tokens * heads / 128)
 
     def step_ops(self, work):
         """Every operator of one engine step on one GPU."""
@@ -297,9 +233,12 @@ class Ledger:
 
     def seconds(self, op):
         """One execution of `op`."""
-        cost, p = getattr(self.calibration, op.kind), self.calibration.smoothness
-        compute = op.flops / self.hardware.peak_flops
-        memory = op.bytes / (self.hardware.link if op.kind == "all_reduce" else self.hardware.bandwidth)
+        cost, p, hw = getattr(self.calibration, op.kind), self.calibration.smoothness, self.hardware
+        if op.kind in ("one_shot", "two_shot", "nccl"):
+            return cost.latency + op.bytes / (cost.efficiency * hw.link)
+        compute, memory = op.flops / hw.peak_flops, op.bytes / hw.bandwidth
+        if op.kind == "attention":
+            return cost.latency + op.tiles * cost.tile + memory / cost.memory + compute / cost.compute
         larger, smaller = max(compute, memory), min(compute, memory)
         roof = larger * (1 + (smaller / larger) ** p) ** (1 / p) if larger else 0.0
         return cost.latency + roof / cost.efficiency
@@ -307,78 +246,42 @@ class Ledger:
     def total_seconds(self, ops):
         return sum(op.count * self.seconds(op) for op in ops)
 
+    def base_time(self, tokens, sampled, requests):
+        """Seconds of a step but for the context that it reads and the pairs that it computes."""
+        nothing, token, request = self._attention_seconds
+        return (self._token_seconds(tokens) + self._sample_seconds(sampled) + nothing + tokens * token
+                + requests * request + self.calibration.step_overhead + requests * self.calibration.request_overhead)
+
     def step_time(self, work):
         """Seconds of one engine step."""
-        attention = self.attention_op(work)
-        return (self._token_seconds(work.tokens) + attention.count * self.seconds(attention)
-                + self._sample_seconds(work.sampled)
-                + self.calibration.step_overhead + work.requests * self.calibration.request_overhead)
+        return (self.base_time(work.tokens, work.sampled, work.requests)
+                + (work.context * self.context_seconds + work.pairs * self.pair_seconds))
+
+    def with_costs(self, **costs):
+        """The same ledger with some other constants.  Example: with_costs(step_overhead=2e-3), a host that is slow."""
+        return Ledger(self.model, self.hardware, self.tp, replace(self.calibration, **costs), self.dtype_bytes,
+                      self.block_size)
+
+    # -- what was used of what there is --------------------------------------------------------------------------------
+
+    def model_flops(self, work):
+        """FLOPs of the matrix products and attention for this work, or for the sum of many, on all GPUs together."""
+        m = self.model
+        q, kv = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+        layer = m.hidden_size * (2 * q + 2 * kv + 3 * m.intermediate_size)
+        return (2 * work.tokens * m.num_hidden_layers * layer + 4 * work.pairs * q * m.num_hidden_layers
+                + 2 * work.sampled * m.hidden_size * m.vocab_size)
+
+    def model_bytes(self, work, num_steps=1):
+        """Bytes that cannot be saved, on all GPUs: the weights once a step, K and V once a request and step.  (Of the
+        embedding a step reads but a few rows.)"""
+        embedding = 0 if self.model.tie_word_embeddings else self.model.vocab_size * self.model.hidden_size
+        return (num_steps * (self.weight_bytes_per_gpu * self.tp - embedding * self.dtype_bytes)
+                + work.context * self.kv_bytes_per_token)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 3  The simulator
-
-
-class SimulatedEngine:
-    """An LLMEngine whose model is a Ledger and whose clock is virtual: same scheduler, same pool, same StepRecords.
-
-    It answers to what bench.run needs of an engine, so workloads and metrics serve both.  A step takes `step_time`
-    seconds of a clock that nobody waits for, and every sampled token is 0: requests end by max_tokens.
-    vLLM: v1/engine/core.py:584 EngineCore.step"""
-
-    def __init__(self, ledger, config, num_kv_blocks=None, enable_prefix_caching=True, gpu_memory_utilization=0.92,
-                 keep_records=True):
-        blocks = num_kv_blocks or ledger.kv_cache_blocks(gpu_memory_utilization, config.max_num_batched_tokens,
-                                                         config.max_num_seqs)
-        self.ledger, self.now, self.keep_records = ledger, 0.0, keep_records
-        self.scheduler = Scheduler(config, KVCacheManager(blocks, ledger.block_size, enable_prefix_caching))
-        self.records, self.num_steps, self.num_request_steps = [], 0, 0
-
-    def clock(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-    def add_request(self, request_id, prompt_token_ids, sampling_params, arrival_time=None, priority=0):
-        self.scheduler.add_request(Request(request_id, prompt_token_ids, sampling_params,
-                                           self.now if arrival_time is None else arrival_time, priority))
-
-    def abort_request(self, request_id):
-        self.scheduler.abort_request(request_id)
-
-    def has_unfinished_requests(self):
-        return self.scheduler.has_unfinished_requests()
-
-    def step(self):
-        """Plan a step, let its time pass, hand out the tokens; returns the requests that ended, as bench reads them."""
-        output, start = self.scheduler.schedule(), self.now
-        chunks, sampling = [], []
-        for request, scheduled in zip(output.scheduled_requests, output.num_scheduled_tokens.values()):
-            chunks.append((request.num_computed_tokens - scheduled, scheduled))     # this step's are counted already
-            if request.num_computed_tokens == len(request.all_token_ids):
-                sampling.append(request)
-            if request.first_scheduled_time is None:
-                request.first_scheduled_time = start
-        duration = self.ledger.step_time(work_of(chunks, len(sampling)))
-        self.now += duration
-        for request in sampling:
-            request.token_times.append(self.now)
-        sampled = {request.request_id: 0 for request in sampling}
-        finished = self.scheduler.update_from_output(output, sampled)
-        if self.keep_records:
-            self.records.append(self.scheduler.make_record(self.num_steps, output, sampled, start, duration,
-                                                           [request.request_id for request in finished]))
-        self.num_steps += 1
-        self.num_request_steps += len(chunks)
-        for request in finished:
-            request.finish_time = self.now
-        return [SimpleNamespace(request_id=r.request_id, finished=True, metrics=r, error=None, outputs=[SimpleNamespace(
-            text="", token_ids=r.output_token_ids, finish_reason=r.finish_reason)]) for r in finished]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# 4  The running example (贯穿全文的例子) and the batch sweep
+# 2  The running example (贯穿全文的例子)
 
 SYSTEM, QUESTION, OUTPUT = 2000, 50, 300      # tokens
 
@@ -419,49 +322,17 @@ def account(ledger):
     ]
 
 
-def sweep(ledger, batches=(1, 2, 4, 8, 16, 32, 64, 128, 256), enable_prefix_caching=True, max_num_batched_tokens=8192):
-    """The article's curve: the example with `--max-concurrency` 1 to 256 in virtual time, three requests a place.
-
-    Equal requests that start together stay together, so ITL is that of decodes alone and TTFT that of a burst.
-    Returns one bench result a batch size, with "batch" added."""
-    results, vocab_size = [], ledger.model.vocab_size
-    for batch in batches:
-        config = SchedulerConfig(max(batches), max_num_batched_tokens, max_model_len=8192)
-        engine = SimulatedEngine(ledger, config, enable_prefix_caching=enable_prefix_caching, keep_records=False)
-        requests = bench.random_requests(3 * batch, QUESTION, OUTPUT, prefix_len=SYSTEM, vocab_size=vocab_size)
-        outputs, duration = bench.run(engine, requests, [0.0] * len(requests), max_concurrency=batch)
-        results.append({"batch": batch, **summarize(outputs, duration)})
-    return results
+def named(model, hardware, tp, **options):
+    """A Ledger by names, as commands take them.  ValueError, OSError: what is not known or cannot be."""
+    if hardware != "here" and hardware not in HARDWARE:
+        raise ValueError(f"--hardware knows {', '.join([*HARDWARE, 'here'])}, not {hardware!r}")
+    return Ledger(MODELS.get(model) or ModelShape.from_config(model),
+                  this_machine() if hardware == "here" else HARDWARE[hardware], tp, **options)
 
 
-def feasible(results, slo):
-    """The batches whose P99 keeps the SLO: {name: ms}, of ttft, tpot, itl and e2el."""
-    return [r["batch"] for r in results if all(r[f"p99_{name}_ms"] <= limit for name, limit in slo.items())]
-
-
-def sweep_pictures(results, slo):
-    """{name: picture}: the table, and throughput, ITL and TTFT over batch size with the region that the SLO leaves.
-    What else the SLO limits has a column of its own."""
-    good, xs = feasible(results, slo), [r["batch"] for r in results]
-    region = (good[0], good[-1], "within the SLO") if good else None
-    shown = [(p, name) for name in ("itl", "ttft") for p in (50, 99)]
-    shown += [(99, name) for name in slo if name not in ("itl", "ttft")]
-    table = Table("batch", "tokens/s", *[f"P{p} {name.upper()} ms" for p, name in shown], "SLO",
-                  box=box.SIMPLE_HEAD, show_edge=False, padding=0)          # so that 80 columns hold all of them
-    for r in results:
-        figures = [r["output_throughput"], *(r[f"p{p}_{name}_ms"] for p, name in shown)]
-        table.add_row(str(r["batch"]), *[f"{figure:,.1f}" for figure in figures], "yes" if r["batch"] in good else "no")
-
-    def chart(title, y_label, series, limit=None):
-        return LineChart(title, xs, series, "batch size (--max-concurrency)", y_label,
-                         limit and (limit, f"SLO {limit:g} ms"), region, log_x=True)
-
-    pictures = {"sweep": table, "throughput": chart("Throughput (吞吐)", "output tokens/s",
-                                                    {"tokens/s": [r["output_throughput"] for r in results]})}
-    for name in ("itl", "ttft"):
-        series = {f"P{p}": [r[f"p{p}_{name}_ms"] for r in results] for p in (50, 99)}
-        pictures[name] = chart(f"{name.upper()} (单请求延迟)", "ms", series, slo.get(name))
-    return pictures
+def title(ledger, model):
+    guess = "" if ledger.hardware.name == "h100" else "; efficiencies of an H100, an assumption"
+    return f"{model} on {ledger.tp} x {ledger.hardware.name} ({ledger.hardware.source}{guess})"
 
 
 def main(argv=None):
@@ -469,39 +340,19 @@ def main(argv=None):
     parser.add_argument("--model", default="llama-3-70b", help=f"{', '.join(MODELS)}, or a checkpoint folder")
     parser.add_argument("--hardware", default="h100", choices=[*HARDWARE, "here"], help="here: measured now [h100]")
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=8)
-    parser.add_argument("--fit", action="store_true", help="fit the constants to chapters/data; print every error")
-    parser.add_argument("--sweep", action="store_true", help="throughput and latency for batches of 1 to 256")
-    parser.add_argument("--slo", nargs="+", default=["ttft:500", "itl:25"], metavar="NAME:MS",
-                        help="P99 limits for --sweep, of ttft, itl, tpot, e2el [ttft:500 itl:25]")
-    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--save", metavar="DIR", help="save the pictures of --sweep as SVG")
+    parser.add_argument("--fit", action="store_true", help="fit the constants to chapters/data; print every error "
+                                                           "(calibrate.py --fit)")
     args, console = parser.parse_args(argv), make_console()
     try:
-        if args.fit or args.hardware == "here":
-            import calibrate
-        if args.fit:
-            calibrate.print_fit()
+        if args.fit:            # calibrate.py stands on this file, so it is not imported here
+            sys.argv = ["calibrate.py", "--fit"]
+            runpy.run_path(str(HERE / "calibrate.py"), run_name="__main__")
             return 0
-        hardware = calibrate.this_machine() if args.hardware == "here" else HARDWARE[args.hardware]
-        model = MODELS.get(args.model) or ModelShape.from_config(args.model)
-        ledger = Ledger(model, hardware, args.tensor_parallel_size)
-        guess = "" if hardware.name == "h100" else "; efficiencies of an H100, an assumption"
-        title = f"{args.model} on {ledger.tp} x {hardware.name} ({hardware.source}{guess})"
-        if not args.sweep:
-            table = Table("what", "value", "how", title=title)
-            for row in account(ledger):
-                table.add_row(*row)
-            console.print(table)
-            return 0
-        if args.save:
-            check_folder("--save", args.save)
-        slo, caching = parse_goodput(args.slo, ("ttft", "tpot", "itl", "e2el")), args.enable_prefix_caching
-        pictures = sweep_pictures(sweep(ledger, enable_prefix_caching=caching), slo)
-        console.print(f"{title}, {SYSTEM} + {QUESTION} tokens in, {OUTPUT} out, simulated; "
-                      f"prefix cache {'on' if caching else 'off'}", Group(*pictures.values()))
-        with naming("--save", args.save):
-            for name, picture in pictures.items() if args.save else ():
-                save_svg(picture, pathlib.Path(args.save) / f"{name}.svg")
+        ledger = named(args.model, args.hardware, args.tensor_parallel_size)
+        table = Table("what", "value", "how", title=title(ledger, args.model))
+        for row in account(ledger):
+            table.add_row(*row)
+        console.print(table)
     except (OSError, ValueError) as error:
         print(f"ledger.py: error: {error}", file=sys.stderr)
         return 2
@@ -509,7 +360,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    # calibrate.py imports this file as "ledger"; run that copy, so that there is one of each class.
-    from ledger import main
     end_quietly()
     sys.exit(main())

@@ -10,13 +10,25 @@ tokens once more gives another count, and a chunk of a stream may hold several. 
 averages of percentiles mean nothing.  What failed is counted as failed, and in no other figure: else a server that
 refuses everybody looks fast.
 
+What the machine did meanwhile:
+
+    MFU   FLOPs of the model, over what the GPUs could have computed in that time.  Counted is what was computed: a
+          prefix hit is not, a recompute is
+    MBU   bytes that had to be read, the weights once a step, K and V once a request and step, over the bandwidth
+    prefix hit rate   prompt tokens that the cache saved, over all prompt tokens (queue time: sent -> first scheduled)
+    KV use            blocks that requests hold, over the pool: its mean over time, its peak, its course
+    cost              GPUs x price an hour x hours, over a million output tokens, or of all tokens
+
 Mirrors vLLM's benchmarks/serve.py.  Differs: where nothing succeeded, a latency is null instead of 0.
-Read in this order: RequestFuncOutput, percentile, summarize; the rest is how they are printed.
+Read in this order: RequestFuncOutput, percentile, summarize; Summary, the same without keeping anything; the rest is
+how they are printed.
 """
 from __future__ import annotations
 
 import math
+import operator
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -148,14 +160,166 @@ def summarize(outputs: list[RequestFuncOutput], duration: float, goodput: dict[s
     # Ours: what happened inside the engine.
     result |= statistics_ms("engine_queue_time", [o.queue_time for o in good if o.queue_time is not None], percentiles)
     result["cached_tokens"] = sum(o.num_cached_tokens for o in good)
+    result["prefix_hit_rate"] = result["cached_tokens"] / total_input if total_input else None
     result["preemptions"] = sum(o.num_preemptions for o in good)
     return result
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The same of a run too long to keep
+
+
+class Sketch:
+    """Values put into boxes that are each 1 % wider than the last: any percentile to half a percent, in the memory of a
+    few hundred counts, however many values there were.  Means and deviations are exact."""
+    WIDTH = math.log(1.01)
+
+    def __init__(self):
+        self.counts, self.count, self.total, self.squares = {}, 0, 0.0, 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        box = math.floor(math.log(value) / self.WIDTH) if value > 0 else None     # None: exactly 0
+        self.counts[box] = self.counts.get(box, 0) + times
+        self.count += times
+        self.total += value * times
+        self.squares += value * value * times
+
+    def percentile(self, p: float) -> float | None:
+        """The middle of the box in which the p-th percentile lies."""
+        rank, seen = (self.count - 1) * p / 100, 0
+        for box in sorted(self.counts, key=lambda box: -math.inf if box is None else box):
+            seen += self.counts[box]
+            if seen > rank:
+                return 0.0 if box is None else math.exp((box + 0.5) * self.WIDTH)
+        return None
+
+    def statistics_ms(self, name: str, percentiles) -> dict:
+        """As statistics_ms below gives them of a list."""
+        mean = self.total / self.count if self.count else None
+        std = math.sqrt(max(0.0, self.squares / self.count - mean * mean)) if self.count else None
+        figures = {f"mean_{name}_ms": mean, f"median_{name}_ms": self.percentile(50), f"std_{name}_ms": std}
+        figures |= {f"p{p:g}_{name}_ms": self.percentile(p) for p in percentiles}
+        return {key: None if value is None else value * 1000 for key, value in figures.items()}
+
+
+class Summary:
+    """summarize() for requests that come one by one and are forgotten.  Leaves out the lists, and the two peaks."""
+
+    def __init__(self, goodput: dict[str, float] | None = None, percentiles: tuple = (50, 90, 99)):
+        self.goodput, self.percentiles = goodput, percentiles
+        self.completed = self.failed = self.good = self.input = self.output = self.cached = self.preemptions = 0
+        self.sketches = {name: Sketch() for name in ("ttft", "tpot", "itl", "e2el", "engine_queue_time")}
+        self.gaps, self.gap_seconds = Counter(), 0.0
+
+    def add(self, output: RequestFuncOutput) -> None:
+        if not output.success:
+            self.failed += 1
+            return
+        self.completed += 1
+        self.good += bool(self.goodput) and is_good(output, self.goodput)
+        self.input, self.output = self.input + output.prompt_len, self.output + output.output_tokens
+        self.cached += output.num_cached_tokens
+        self.preemptions += output.num_preemptions
+        for name, value in (("ttft", output.ttft), ("tpot", output.tpot), ("e2el", output.latency),
+                            ("engine_queue_time", output.queue_time)):
+            if value is not None:
+                self.sketches[name].add(value)
+        # Of gaps there are hundreds a request: they are counted by whole microseconds, in C, and boxed by the thousand.
+        times = output.token_times
+        self.gaps.update(map(int, map((1e6).__mul__, map(operator.sub, times[1:], times))))
+        self.gap_seconds += times[-1] - times[0]
+        if len(self.gaps) > 4096:
+            self._box_gaps()
+
+    def _box_gaps(self) -> None:
+        for microseconds, count in self.gaps.items():
+            self.sketches["itl"].add((microseconds + 0.5) / 1e6, count)
+        self.gaps.clear()
+
+    def result(self, duration: float) -> dict:
+        self._box_gaps()
+        self.sketches["itl"].total = self.gap_seconds           # exact, whatever the boxes made of it
+        seconds = duration or math.inf
+        result = {
+            "duration": duration, "completed": self.completed, "failed": self.failed,
+            "total_input_tokens": self.input, "total_output_tokens": self.output,
+            "request_throughput": self.completed / seconds,
+            "request_goodput": self.good / seconds if self.goodput else None,
+            "output_throughput": self.output / seconds, "total_token_throughput": (self.input + self.output) / seconds,
+            "cached_tokens": self.cached, "prefix_hit_rate": self.cached / self.input if self.input else None,
+            "preemptions": self.preemptions}
+        for name, sketch in self.sketches.items():
+            result |= sketch.statistics_ms(name, self.percentiles)
+        return result
+
+
+class Gauge:
+    """A quantity over time: its mean, its peak, its course in at most 512 points.  `add(seconds, value)` says what it
+    was for so long.  When the points become too many, neighbours are joined and each stands for twice the time."""
+
+    def __init__(self, seconds_a_point: float = 0.25):
+        self.width, self.seconds, self.area, self.peak = seconds_a_point, 0.0, 0.0, 0
+        self.areas: list[float] = []        # value x seconds in each point's time
+
+    def add(self, seconds: float, value: float) -> None:
+        begin, self.seconds = self.seconds, self.seconds + seconds
+        self.area += seconds * value
+        if value > self.peak:
+            self.peak = value
+        if self.seconds < len(self.areas) * self.width:             # within the last point, as most are
+            self.areas[-1] += seconds * value
+            return
+        while self.seconds > 512 * self.width:
+            self.width *= 2
+            self.areas = [sum(self.areas[i:i + 2]) for i in range(0, len(self.areas), 2)]
+        point = int(begin / self.width)
+        while begin < self.seconds:
+            end = min((point + 1) * self.width, self.seconds)
+            self.areas += [0.0] * (point + 1 - len(self.areas))
+            self.areas[point] += (end - begin) * value
+            begin, point = max(end, begin), point + 1
+
+    mean = property(lambda self: self.area / self.seconds if self.seconds else 0.0)
+
+    def course(self) -> list[tuple[float, float]]:
+        """[(seconds from the start, mean value of the time until the next point)]"""
+        widths = [min(self.width, self.seconds - i * self.width) for i in range(len(self.areas))]
+        return [(i * self.width, area / width) for i, (area, width) in enumerate(zip(self.areas, widths)) if width > 0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the machine did, and what it cost
+
+
+def add_cost(result: dict, price_per_hour: float, num_gpus: int = 1) -> None:
+    """What a million tokens cost, in the currency of the price: of output, and of prompt and output together."""
+    if not price_per_hour >= 0:
+        raise ValueError(f"--price-per-hour is {price_per_hour}, must be at least 0")
+    paid = price_per_hour * num_gpus * result["duration"] / 3600
+    for name, tokens in (("output", result["total_output_tokens"]),
+                         ("total", result["total_input_tokens"] + result["total_output_tokens"])):
+        result[f"cost_per_million_{name}_tokens"] = paid / tokens * 1e6 if tokens else None
+
+
+def add_efficiency(result: dict, flops: float, num_bytes: float, hardware, num_gpus: int) -> None:
+    """MFU and MBU: `flops` and `num_bytes` on all GPUs together, over `hardware`'s peaks for the whole duration."""
+    seconds = result["duration"] * num_gpus
+    result["mfu"] = flops / (seconds * hardware.peak_flops) if seconds else None
+    result["mbu"] = num_bytes / (seconds * hardware.bandwidth) if seconds else None
 
 
 METRICS = {"ttft": ("TTFT", "Time to First Token"), "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
            "itl": ("ITL", "Inter-token Latency"), "e2el": ("E2EL", "End-to-end Latency"),
            "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
            "engine_queue_time": ("Engine Queue Time", "Queueing in the engine")}
+
+
+# What vLLM's table doesn't show: label, and what to multiply by.
+OURS = {"cached_tokens": ("Cached prompt tokens:", 1), "prefix_hit_rate": ("Prefix cache hit rate (%):", 100.0),
+        "kv_usage_mean": ("Mean KV cache usage (%):", 100.0), "kv_usage_peak": ("Peak KV cache usage (%):", 100.0),
+        "mfu": ("MFU (%):", 100.0), "mbu": ("MBU (%):", 100.0),
+        "cost_per_million_output_tokens": ("Cost per million output tokens:", 1.0),
+        "cost_per_million_total_tokens": ("Cost per million tokens:", 1.0)}
 
 
 def table(result: dict, max_concurrency: int | None = None, request_rate: float = math.inf,
@@ -175,10 +339,13 @@ def table(result: dict, max_concurrency: int | None = None, request_rate: float 
               line("Request throughput (req/s):", result["request_throughput"])]
     if result["request_goodput"] is not None:
         lines.append(line("Request goodput (req/s):", result["request_goodput"]))
-    lines += [line("Output token throughput (tok/s):", result["output_throughput"]),
-              line("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"]),
-              line("Peak concurrent requests:", float(result["max_concurrent_requests"])),
-              line("Total token throughput (tok/s):", result["total_token_throughput"])]
+    lines.append(line("Output token throughput (tok/s):", result["output_throughput"]))
+    if "max_concurrent_requests" in result:
+        lines += [line("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"]),
+                  line("Peak concurrent requests:", float(result["max_concurrent_requests"]))]
+    lines.append(line("Total token throughput (tok/s):", result["total_token_throughput"]))
+    lines += [line(label, result[key] if unit == 1 else unit * result[key])
+              for key, (label, unit) in OURS.items() if result.get(key) is not None]
     for name in [name for name in metrics if f"mean_{name}_ms" in result]:
         lines.append(f"{METRICS[name][1]:-^50}")
         for key in result:

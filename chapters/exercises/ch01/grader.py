@@ -6,10 +6,11 @@ import random
 from grade import Case, Found, Task, is_number, same, show
 from kv_cache import KVCacheManager
 from lang import Sentence, T
-from ledger import LLAMA_3_8B, LLAMA_3_70B, OUTPUT, QUESTION, SYSTEM, Ledger, ModelShape, SimulatedEngine
+from ledger import LLAMA_3_8B, LLAMA_3_70B, OUTPUT, QUESTION, SYSTEM, Ledger, ModelShape
 from metrics import RequestFuncOutput
 from request import Request, SamplingParams
 from scheduler import Scheduler, SchedulerConfig
+from simulator import SimulatedEngine
 
 RULES = T({
     # 1  kv_bytes_per_token
