@@ -54,7 +54,7 @@ def test_it_starts_without_posix(tmp_path, arguments, code):
 def test_every_module_can_be_imported_without_posix(tmp_path):
     """All but bench_peers.py and what a test or a student's answer is run by: those say themselves what they need."""
     modules = [*ROOT.glob("*.py"), *(ROOT / "extras").glob("*.py"), *(ROOT / "chapters").glob("*.py"), *(ROOT / "chapters/tools").glob("*.py")]
-    names = [p.stem for p in modules if p.stem not in ("nano_serve", "__init__", "compilation")]
+    names = [p.stem for p in modules if p.stem not in ("nano_serve", "__init__")]
     assert {"worker", "terminal", "ch01_paradigm", "ledger", "async_engine"} <= set(names)
     paths = [str(ROOT), str(ROOT / "extras"), str(ROOT / "chapters"), str(ROOT / "chapters/tools")]
     done = start(tmp_path, WINDOWS, ["-c", f"import sys; sys.path[:0] = {paths!r}; import nano_serve, {', '.join(names)}"])
