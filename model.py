@@ -191,3 +191,20 @@ def rope_frequencies(config):
     low, high = s["low_freq_factor"], s["high_freq_factor"]
     keep = ((turns - low) / (high - low)).clamp(0, 1)                         # 0: slow down by factor … 1: leave as is
     return (1 - keep) * freq / s["factor"] + keep * freq                      # [d/2]
+
+
+if __name__ == "__main__":       # twelve tokens at once, in chunks, one by one: the logits behind the last are the same
+    from checkpoint import load_model
+    from engine_args import EMBEDDED_MODEL
+    from kv_cache import KVCache
+    llama, ids, table = load_model(EMBEDDED_MODEL, torch.float32), torch.arange(300, 312), torch.tensor([[3, 5, 1]])
+    for chunks in ([12], [5, 4, 3], [1] * 12):
+        cache, end = KVCache(len(llama.layers), 8, 4, llama.num_kv_heads, llama.config.head_dim, torch.float32, "cpu"), 0
+        for n in chunks:         # block size 4, so position 7 lies in block 5 at offset 3: slot 23
+            p, end = torch.arange(end, end + n), end + n                                        # [T]
+            batch = ForwardBatch(ids[p], p, table[0, p // 4] * 4 + p % 4, torch.tensor([0, n]).int(),
+                                 torch.tensor([end]).int(), table.int(), torch.tensor([n - 1]))
+            with torch.inference_mode():
+                logits = llama(batch, cache)                                                    # [1, V]
+        best = zip(*(x[0].tolist() for x in logits.topk(3)))
+        print(f"chunks of {str(chunks):40}likeliest: " + "  ".join(f"{i} ({value:.3f})" for value, i in best))

@@ -526,3 +526,20 @@ def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size
                          f"this machine has {torch.cuda.device_count()}")
     select_ops(config, attention_backend, dtype, device, tensor_parallel_size)   # refused or compiled before they start
     return TensorParallelExecutor(folder, dtype, device, attention_backend, tensor_parallel_size)
+
+
+if __name__ == "__main__":       # SharedMemoryComm's example: three exchanges of two ranks, here two threads on one area
+    area, parts, log = SharedMemoryComm.new_area(2), ([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]), {}
+
+    def rank_main(rank):
+        comm = SharedMemoryComm(area, rank, 2, watch=lambda: None)
+        for part in parts[rank]:
+            total = comm.all_reduce(torch.full((4,), part))                                     # [4]
+            log[comm.generation, rank] = comm.slots.view(torch.float32)[comm.generation % 2, rank, 0].item(), total
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    for g in range(1, 4):
+        posted, sums = zip(*(log[g, rank] for rank in range(2)))
+        print(f"exchange {g}, set {g % 2}   posted {posted[0]:g} and {posted[1]:g}   each rank holds {sums[0].tolist()}"
+              f"   same bits: {torch.equal(*sums)}")
