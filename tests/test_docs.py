@@ -183,5 +183,5 @@ def test_the_tour_shows_what_it_says(tour):
 def test_the_readmes_python_runs(tmp_path):
     for i, block in enumerate(blocks(ROOT / "README.md", "python")):
         (tmp_path / f"block{i}.py").write_text(block, encoding="utf-8")
-        done = subprocess.run([sys.executable, f"block{i}.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200)
+        done = subprocess.run([sys.executable, f"block{i}.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0 and len(done.stdout) > 200, done.stderr
