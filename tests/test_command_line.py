@@ -482,7 +482,7 @@ def test_what_is_pasted_is_one_message(parrot, tmp_path, kind):
     t = terminal("--chat", *cheap(parrot), "--output", tmp_path / "o.jsonl", columns=80, rows=24,
                  env=hiding(tmp_path, "readline") if kind == "bare" else {})
     try:
-        t.read("you> ")
+        assert "\x1b[?2004h" in t.read("you> "), "the terminal is asked to mark what is pasted"
         t.write("\x1b[200~x\n\n/quit\n\tb\x1b[201~")
         time.sleep(0.2)
         t.write("\n")

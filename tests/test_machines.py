@@ -29,7 +29,7 @@ import os, sys
 sys.platform = "darwin"
 sys.modules["_scproxy"] = type(sys)("_scproxy")                # the system's proxies, which urllib asks for
 sys.modules["_scproxy"]._get_proxy_settings = sys.modules["_scproxy"]._get_proxies = dict
-del os.sched_getaffinity, os.sched_yield
+del os.sched_getaffinity, os.sched_yield, os.fork            # which is there, but must not be used
 """
 # What a reader starts first, and the exit code: the grader's is 1 while a task is unsolved.
 COMMANDS = [(["nano_serve.py", "--prompt", "What is TTFT?", "--max-tokens", "5"], 0), (["chapters/tools/ledger.py"], 0),
