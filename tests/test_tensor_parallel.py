@@ -30,7 +30,8 @@ from checkpoint import LlamaConfig, load_model, param_shapes
 from command_line import main
 from nano_serve import EMBEDDED_MODEL, LLM, SamplingParams
 from toys import assert_same_ids, greedy, ids_of, make_engine, make_toy, prompts_of, run, toy
-from worker import SharedMemoryComm, TensorParallelExecutor, WorkerError, make_executor
+from collectives import SharedMemoryComm
+from worker import TensorParallelExecutor, WorkerError, make_executor
 
 OPTIONS = dict(block_size=4, num_kv_blocks=101, dtype="float32", device="cpu")
 PREFIX = prompts_of(1, seed=7, low=13, high=13)[0]
