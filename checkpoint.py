@@ -25,10 +25,9 @@ from model import Llama
 
 # A family: the classes it goes by, and what its config means by a field that isn't there, as in transformers' class for
 # it (LlamaConfig, MistralConfig): that isn't the same in each. Another family is another row.
-SIZES = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "max_position_embeddings": 2048}
-LLAMA = {**SIZES, "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-         "sliding_window": None, "eos_token_id": 2}
+LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None,
+         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": None, "eos_token_id": 2}
 FAMILIES = {
     "llama": (("LlamaForCausalLM", "LLaMAForCausalLM"), LLAMA),
     "mistral": (("MistralForCausalLM",), {**LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8,
@@ -116,7 +115,7 @@ class LlamaConfig:
         _refuse_what_is_not_known(raw)
         get = lambda key: raw.get(key, default[key])     # a field that is there and null is not one that is missing
         theta, rope = _rope(raw, default["rope_theta"])
-        size = {key: _positive(key, get(key), int) for key in SIZES}
+        size = {key: _positive(key, get(key), int) for key in tuple(LLAMA)[:6]}
         H = size["num_attention_heads"]
         Hkv = size["num_key_value_heads"] = _positive("num_key_value_heads", get("num_key_value_heads") or H, int)
         d = size["head_dim"] = _positive("head_dim", get("head_dim") or size["hidden_size"] // H, int)
@@ -442,15 +441,10 @@ def auto_dtype(config, device):
     return torch.float32 if device == "cpu" and n <= 2e9 else DTYPES[config.dtype]
 
 
-def demo():
-    """Piece's example played with the checkpoint in models/: what rank 1 of 2 takes of its first layer."""
+if __name__ == "__main__":       # Piece's example played with models/tiny-llama3: what rank 1 of 2 takes of a layer
     c = LlamaConfig.from_folder(Path(__file__).resolve().parent / "models" / "tiny-llama3")
     print(f"{c.num_attention_heads} query and {c.num_key_value_heads} KV heads, head size {c.head_dim}; rank 1 of 2:")
     for p in weight_plan(c, 1, 2):
         if p.param.startswith("layers.0."):
             cut = f"{'rows' if p.dim == 0 else 'columns'} {p.start}:{p.stop}"
             print(f"  {p.name[15:]:<32} {str(list(p.shape)):<11} {cut:<16} → {p.param[9:]} from {p.offset}")
-
-
-if __name__ == "__main__":
-    demo()

@@ -15,11 +15,6 @@
  * OpenMP shares loops among threads; without it the pragmas mean nothing, and one thread does it all.
  */
 #include "cpu_tile.h"
-#ifdef _OPENMP
-int omp_get_num_threads(void);                   /* all that we need of omp.h */
-#else
-static inline int omp_get_num_threads(void) { return 1; }
-#endif
 
 /* -- 1. Row by row ------------------------------------------------------------------------------------------------ */
 
@@ -140,7 +135,7 @@ static void decode(const Batch *b, long s, long kv_head, long first, float *part
     for (long j = 0; j < n; j++) {               /* q * K, up to four partial sums, which are added up below */
         for (; asked * n < next_n * (j + 1); asked++)
             for (int i = 0; i < D; i += 64 / sizeof(elem))           /* a cache line has 64 bytes */
-                __builtin_prefetch(b->k + next_places[asked] + i), __builtin_prefetch(b->v + next_places[asked] + i);
+                __builtin_prefetch(b->k + next_places[asked] + i, 0, 2), __builtin_prefetch(b->v + next_places[asked] + i, 0, 2);
         load_head(b->k + places[j], row);
         for (int g = 0; g < G; g++) {
             wvec sum = q[g][0] * row[0];
@@ -274,6 +269,13 @@ static inline long room(const Batch *b, long s) {                    /* bytes th
                                      : pad(b->lens[s], KEYS) * (D + WIDE) * b->Hkv * sizeof(elem), 64);
 }
 
+static inline long draw(long *next) {            /* the number of a task that nobody else gets */
+    long mine;
+    #pragma omp atomic capture
+    mine = (*next)++;
+    return mine;
+}
+
 static void first_task(const Batch *b, const Task *t, const Task *next) {
     long L = pad(b->lens[t->s], KEYS), next_s = next && queries_of(b, next->s) == 1 ? next->s : -1;
     for (long kv_head = 0; kv_head < b->Hkv; kv_head++)
@@ -320,11 +322,15 @@ int paged_attention(long S, long H, long Hkv, long bs, long width, const int32_t
             for (long first = (queries_of(b, s) - 1) / step * step; first >= 0; first -= step)
                 for (long kv_head = 0; kv_head < Hkv; kv_head++) seconds[n_second++] = (Task){s, first, kv_head, at};
     }
+    long drawn = 0;
     #pragma omp parallel if (n_first + n_second > 2)
     {
-        long threads = omp_get_num_threads();    /* tasks are taken in turn: a thread's next is about so far ahead */
-        #pragma omp for schedule(dynamic)
-        for (long i = 0; i < n_first; i++) first_task(b, firsts + i, i + threads < n_first ? firsts + i + threads : 0);
+        /* Who is free draws a task. One ahead, so that a thread knows what it will do next. */
+        for (long now = draw(&drawn), next; now < n_first; now = next) {
+            next = draw(&drawn);
+            first_task(b, firsts + now, next < n_first ? firsts + next : 0);
+        }
+        #pragma omp barrier
         #pragma omp for schedule(dynamic)
         for (long i = 0; i < n_second; i++) second_task(b, seconds + i);
     }
@@ -375,14 +381,17 @@ static void panel_times(long rows, long n_in, long n, int gated, const elem *pan
 /* Threads share blocks of up to ROWS rows, and panels. bias [n_out] or NULL; gated: y is [T][n_out / 2]. */
 void linear(long T, long n_out, long n_in, int gated, const elem *weight, const elem *bias, const left *x, elem *y) {
     if (T == 0) return;                          /* a step of chunks that make no logits */
-    long blocks = pad(T, ROWS) / ROWS, height = pad((T + blocks - 1) / blocks, HEIGHT);
+    long blocks = pad(T, ROWS) / ROWS, height = pad((T + blocks - 1) / blocks, HEIGHT), panels = panels_of(n_out, gated);
     long columns = gated ? n_out / 2 : n_out, step = gated ? STEP / 2 : STEP;
-    #pragma omp parallel for collapse(2) schedule(dynamic)
-    for (long block = 0; block < blocks; block++)
-        for (long panel = 0; panel < panels_of(n_out, gated); panel++) {
-            long t = block * height, i = panel * step;
-            const elem *own = bias ? bias + i : 0, *up = bias ? bias + n_out / 2 + i : 0;
-            panel_times(MIN(height, T - t), n_in, MIN(step, columns - i), gated, weight + panel * STEP * n_in, own, up,
-                        x + t * n_in, y + t * columns + i, columns);
-        }
+    #define PANEL(t, rows, panel) panel_times(rows, n_in, MIN(step, columns - (panel) * step), gated, \
+        weight + (panel) * STEP * n_in, bias ? bias + (panel) * step : 0, bias ? bias + n_out / 2 + (panel) * step : 0, \
+        x + (t) * n_in, y + (t) * columns + (panel) * step, columns)
+    if (T < 16) {                                /* memory takes the time, and is quickest read in order: a part each */
+        #pragma omp parallel for
+        for (long panel = 0; panel < panels; panel++) PANEL(0, T, panel);
+    } else {
+        #pragma omp parallel for collapse(2) schedule(dynamic)
+        for (long block = 0; block < blocks; block++)
+            for (long panel = 0; panel < panels; panel++) PANEL(block * height, MIN(height, T - block * height), panel);
+    }
 }

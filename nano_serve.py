@@ -26,6 +26,7 @@ import os
 import threading
 import time
 import warnings
+from array import array
 
 import torch
 
@@ -275,7 +276,11 @@ def build_batch(output, kv_cache_manager, device):
         if end == request.num_tokens:
             logits_indices.append(len(token_ids) - 1)
     width = max(map(len, tables))
-    tables = torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32)          # [S, B]
+    # An array of C ints becomes a tensor as it is; lists of 256 long tables would be walked element by element.
+    flat = array("i")
+    for table in tables:
+        flat.extend(table + [0] * (width - len(table)))
+    tables = torch.frombuffer(flat, dtype=torch.int32).view(len(tables), width)                     # [S, B]
     lens, positions = torch.tensor(lens), torch.tensor(positions)                                   # [S], [T]
     rows = torch.arange(len(lens)).repeat_interleave(lens)                                          # [T]  whose token
     block_size = kv_cache_manager.block_size

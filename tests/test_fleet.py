@@ -1,7 +1,6 @@
 """The fleet: replicas on one clock are as replicas alone; routers choose as they say, and the same in every run."""
 import itertools
 import random
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +10,7 @@ from conftest import ROOT
 from fleet import Fleet, Router, faster, prefix_keys, serve
 from ledger import Ledger
 from metrics import Summary, summarize
+from request import SamplingParams
 from scheduler import SchedulerConfig
 from simulator import SimulatedEngine
 from workloads import SampleRequest, read_requests
@@ -169,8 +169,8 @@ def test_earliest_end_is_never_late():
         while waiting or engine.has_unfinished_requests():
             if waiting:
                 request = waiting.pop()
-                engine.add_request(str(len(waiting)), request.prompt_token_ids, SimpleNamespace(
-                    max_tokens=request.expected_output_len, stop_token_ids=[], ignore_eos=True, min_tokens=0))
+                engine.add_request(str(len(waiting)), request.prompt_token_ids,
+                                   SamplingParams(max_tokens=request.expected_output_len, ignore_eos=True))
             bound = engine.earliest_end()
             assert bound > engine.now
             for result in engine.step_until(engine.now + 1e-3):

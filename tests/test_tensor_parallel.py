@@ -30,7 +30,8 @@ from checkpoint import LlamaConfig, load_model, param_shapes
 from command_line import main
 from nano_serve import EMBEDDED_MODEL, LLM, SamplingParams
 from toys import assert_same_ids, greedy, ids_of, make_engine, make_toy, prompts_of, run, toy
-from worker import SharedMemoryComm, TensorParallelExecutor, WorkerError, make_executor
+from collectives import SharedMemoryComm
+from worker import TensorParallelExecutor, WorkerError, make_executor
 
 OPTIONS = dict(block_size=4, num_kv_blocks=101, dtype="float32", device="cpu")
 PREFIX = prompts_of(1, seed=7, low=13, high=13)[0]
@@ -425,14 +426,18 @@ def fails(llm, match, limit=10.0):
 @pytest.mark.parametrize("rank, when", [(1, "idle"), (3, "in a step"), (2, "in a step")])
 def test_a_killed_rank(rank, when):
     llm = start(toy(), 4)
-    victim = llm.engine.executor.processes[rank - 1]
-    killer = threading.Timer(0 if when == "idle" else 0.3, os.kill, (victim.pid, signal.SIGKILL))
-    killer.start()
+    victim, execute, calls = llm.engine.executor.processes[rank - 1], llm.engine.executor.execute, []
     if when == "idle":
-        killer.join()
+        os.kill(victim.pid, signal.SIGKILL)
         victim.join(5)
+
+    def kill_in_the_third(batch):
+        calls.append(1)
+        if len(calls) == 3:
+            threading.Timer(0.002, os.kill, (victim.pid, signal.SIGKILL)).start()
+        return execute(batch)
+    llm.engine.executor.execute = kill_in_the_third
     fails(llm, f"rank {rank} of 4 .* was killed by SIGKILL")
-    killer.join()
     assert not children()
     works(toy(), 4)
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from conftest import ROOT
-from worker import SharedMemoryComm
+from collectives import SharedMemoryComm
 
 # The ranks say who they are and then load for ever, holding neither a collective nor a wait.
 LOADING = """
