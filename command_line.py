@@ -219,6 +219,8 @@ class Report:
     def __init__(self, args):
         self.terminal = sys.stdout is not None and sys.stdout.isatty()
         if self.terminal:
+            if os.name == "nt":
+                os.system("")                        # from here on an older Windows console obeys escape sequences
             from rich.console import Console
             self.console = Console(highlight=False)
         self.growing, self.done = {}, []

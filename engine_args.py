@@ -75,7 +75,8 @@ class EngineArgs:
             default = "" if f.default is None else " [the embedded model]" if f.name == "model" else f" [{f.default}]"
             text, kind = f.metadata["help"] + default, f.metadata["kind"]
             if kind is bool:
-                parser.add_argument(*names, action=argparse.BooleanOptionalAction, default=f.default, help=text)
+                argument = parser.add_argument(*names, action=argparse.BooleanOptionalAction, default=f.default)
+                argument.help = text             # set here, or else Pythons before 3.13 add the default a second time
             else:
                 parser.add_argument(*names, type=kind, default=f.default, help=text, metavar=kind.__name__.upper())
         return parser
