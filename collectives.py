@@ -207,3 +207,21 @@ class ProcessGroupComm:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self.group.allgather([parts], [x]).wait()
         return torch.cat(parts, dim=-1)                              # [S', size * n]
+
+
+if __name__ == "__main__":       # SharedMemoryComm's example: three exchanges of two ranks, here two threads on one area
+    import threading
+    area, parts, log = SharedMemoryComm.new_area(2), ([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]), {}
+
+    def rank_main(rank):
+        comm = SharedMemoryComm(area, rank, 2, watch=lambda: None)
+        for part in parts[rank]:
+            total = comm.all_reduce(torch.full((4,), part))                                     # [4]
+            log[comm.generation, rank] = comm.slots.view(torch.float32)[comm.generation % 2, rank, 0].item(), total
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    for g in range(1, 4):
+        posted, sums = zip(*(log[g, rank] for rank in range(2)))
+        print(f"exchange {g}, set {g % 2}   posted {posted[0]:g} and {posted[1]:g}   each rank holds {sums[0].tolist()}"
+              f"   same bits: {torch.equal(*sums)}")

@@ -331,18 +331,16 @@ def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size
     return TensorParallelExecutor(folder, dtype, device, attention_backend, tensor_parallel_size)
 
 
-if __name__ == "__main__":       # SharedMemoryComm's example: three exchanges of two ranks, here two threads on one area
-    area, parts, log = SharedMemoryComm.new_area(2), ([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]), {}
-
-    def rank_main(rank):
-        comm = SharedMemoryComm(area, rank, 2, watch=lambda: None)
-        for part in parts[rank]:
-            total = comm.all_reduce(torch.full((4,), part))                                     # [4]
-            log[comm.generation, rank] = comm.slots.view(torch.float32)[comm.generation % 2, rank, 0].item(), total
-
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
-    [thread.start() for thread in threads], [thread.join() for thread in threads]
-    for g in range(1, 4):
-        posted, sums = zip(*(log[g, rank] for rank in range(2)))
-        print(f"exchange {g}, set {g % 2}   posted {posted[0]:g} and {posted[1]:g}   each rank holds {sums[0].tolist()}"
-              f"   same bits: {torch.equal(*sums)}")
+if __name__ == "__main__":       # three tokens of a prompt on one rank and on two: half of the matrices, the same logits
+    from engine_args import EMBEDDED_MODEL
+    ids, lens = torch.tensor([300, 301, 302]), torch.tensor([3]).int()
+    batch = ForwardBatch(ids, torch.arange(3), torch.arange(8, 11), torch.tensor([0, 3]).int(), lens,
+                         torch.tensor([[2]]).int(), torch.tensor([2]))              # block 2 of size 4: slots 8 9 10
+    for size in (1, 2):
+        executor = make_executor(EMBEDDED_MODEL, torch.float32, "cpu", "torch", size)
+        executor.init_kv_cache(8, 4)
+        logits = executor.execute(batch)                                            # [1, V]
+        held = sum(weight.numel() for weight in executor.model.parameters())
+        print(f"tp {size}: rank 0 holds {held:,} weights and {executor.model.num_kv_heads} KV heads; likeliest "
+              + "  ".join(f"{i} ({v:.4f})" for v, i in zip(*(x[0].tolist() for x in logits.topk(3)))))
+        executor.close()
