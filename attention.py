@@ -2,10 +2,10 @@
 
 Mirrors   vLLM: v1/attention/ops/triton_unified_attention.py:802 unified_attention
 Promises  what kernels.py does, which takes these operations in: twin and kernel agree for any mix of prefill chunks and
-          decodes, no KV slot beyond a sequence's length is read, a sequence gets the same bits alone and in company.
+          decodes, no KV slot beyond a sequence's length is read, a sequence gets the same bits alone and in company, cut alike.
 Order     1 paged_attention, the specification.  2 dense_attention: the online softmax in twenty lines of Triton.
           3 The paged kernel: tiles and splits, how K and V stay under way, the launches.
-Letters and Triton in ten lines: see kernels.py.
+Letters and Triton in ten lines: see kernels.py. In the kernels D is the head size d, as a constant.
 """
 import functools
 from types import SimpleNamespace
@@ -109,11 +109,12 @@ def dense_attention_triton(q, k, v, scale):
 #   chunk launch    grid (tiles, Hkv)      a tile is up to 128 rows of a chunk; one program walks all their keys
 #   merge launch    grid (S, H)            adds up the splits of each decode
 #
-# What a row sums, and in which order, follows from its position and its sequence's length alone, and a masked key adds
-# an exact 0. That is why a sequence gets the same bits alone and in company.
+# What a row sums, and in which order, follows from its position, its sequence's length, and whether it is a decode,
+# whose keys are split, or in a chunk; a masked key adds an exact 0. So a sequence that is cut into the same pieces gets
+# the same bits alone and in company.
 
 # A split has 64 keys, and more of them (in steps of 32) only where there would be over 128 splits. So of 132
-# multiprocessors eight sequences with one KV head (70B at TP 8) busy all from 1,025 keys on, one 86 from 5,441 on.
+# multiprocessors eight sequences with one KV head (70B at TP 8) busy all from 1,025 keys on, one alone 128 of them from 8,129 on.
 SPLIT_STEP, MAX_SPLITS = 32, 128
 # A split leaves d + 2 fp32 numbers a head; SCRATCH has room for 256 sequences of 8 heads of 128: 130 MiB. A batch that
 # needs more takes several passes, also one of more than SEQUENCES: so many does a program look at to find its work.

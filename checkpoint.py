@@ -435,7 +435,7 @@ def _same_rows(tensors, rows, dtype, step=4096):
 
 def auto_dtype(config, device):
     """`--dtype auto`: the file's own on a GPU. On a CPU fp32 up to 2 billion parameters: it is exact, and the faster
-    one on CPUs without bf16 instructions; with them (avx512_bf16, amx) `--dtype bfloat16` is faster. Larger models keep
+    one on CPUs without bf16 instructions; with them (avx512_bf16, ARM's bf16) `--dtype bfloat16` is faster. Larger models keep
     the file's dtype, for they would not fit."""
     n = sum(math.prod(shape) for shape in param_shapes(config).values())
     return torch.float32 if device == "cpu" and n <= 2e9 else DTYPES[config.dtype]

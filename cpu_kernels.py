@@ -229,4 +229,4 @@ def backend(dtype, head_size, G):
         return out
 
     return SimpleNamespace(rms_norm=rms_norm, rope_and_write_kv=rope_and_write_kv, silu_and_mul=silu_and_mul,
-                           paged_attention=paged_attention, pack=pack, linear=linear, swiglu=linear, name="cpu")
+                           paged_attention=paged_attention, pack=pack, linear=linear, name="cpu")

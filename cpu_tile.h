@@ -35,7 +35,7 @@ static inline float get(elem e) {
     memcpy(&f, &u, 4);                           /* the same bits under another type: costs nothing */
     return f;
 }
-static inline elem put(float f) {                /* to the nearest bf16, of two to the even one; NaN stays NaN */
+static inline elem put(float f) {                /* to the nearest bf16, of two to the even one; a NaN as arithmetic makes it stays one */
     uint32_t u;
     memcpy(&u, &f, 4);
     return (elem)((u + 0x7fff + (u >> 16 & 1)) >> 16);
@@ -70,7 +70,7 @@ static inline float silu(float x) {              /* x / (1 + exp(-x)) */
  * fast if a number, once in a register, is used often. A tile of HEIGHT rows and VECTORS vectors of c stays in
  * registers for the whole depth; each turn loads VECTORS vectors of b and HEIGHT numbers of a for HEIGHT * VECTORS
  * multiply-adds. (24 sums, 4 of b, one of a: 29 of the 32 vector registers of AVX-512 and NEON. With AVX2 12 + 2 + 1
- * of 16.)
+ * of 16; what is older spills.)
  *
  * b is *packed*, laid out as it is read: row under row, STEP columns side by side. In bf16 some CPUs multiply pairs,
  * one instruction adding a0 * b0 + a1 * b1 to each fp32 sum: two rows of b are interleaved then, a *unit* is a pair,

@@ -6,9 +6,9 @@ Mirrors   vLLM: v1/attention/ops/triton_unified_attention.py:802 unified_attenti
 Promises  every operation stands twice: its *twin*, plain PyTorch, the specification, with nothing in it for speed;
           under it the Triton kernel, same arguments, same results. (A third time, for CPUs, in cpu_kernels.c.) All are
           exact for any mix of prefill chunks and decodes and read no KV slot beyond a sequence's length; the kernels
-          give a sequence the same bits alone and in company.
+          give a sequence the same bits alone and in company, cut alike.
 Left out  quantised caches, sliding windows, soft caps, and autotuning: tiles are chosen by arithmetic.
-Order     1 rms_norm, 2 apply_rope and rope_and_write_kv, 3 silu_and_mul, 4 select_backend; paged_attention: attention.py.
+Order     1 rms_norm, 2 apply_rope and rope_and_write_kv, 3 silu_and_mul, 4 select_backend. Attention: attention.py.
 Run       `python kernels.py` holds every kernel against its twin, no GPU needed; `python kernels.py --bench` wants one.
 
 Letters in the shapes: T tokens in the batch, S sequences, H query heads, Hkv KV heads, G = H / Hkv, d head size,
@@ -176,7 +176,7 @@ def silu_and_mul(gate_up):
     """silu(gate) * up.  gate_up [T, 2I], gate first  →  [T, I].
     vLLM: model_executor/layers/activation.py:118 SiluAndMul."""
     gate, up = gate_up.chunk(2, dim=-1)                                                  # [T, I] each
-    return F.silu(gate).mul_(up)                                                         # [T, I]
+    return F.silu(gate) * up                                                         # [T, I]
 
 
 @jit
@@ -208,9 +208,11 @@ TRITON = SimpleNamespace(rms_norm=rms_norm_triton, rope_and_write_kv=rope_and_wr
 
 
 def select_backend(name, device, dtype, head_size, G):
-    """`--attention-backend`: "torch" the twins, "triton" the kernels above, "cpu" those of cpu_kernels.c, compiled for
-    this dtype, head size and G if they weren't before; "auto" Triton on a GPU (CUDA, ROCm), C on a CPU, and the twins
-    where that can't be, with a line that says so  →  a namespace of the operations; cpu's multiplies matrices, too.
+    """`--attention-backend`  →  a namespace of the operations; cpu's multiplies matrices, too.
+
+    "torch": the twins.  "triton": the kernels above.  "cpu": those of cpu_kernels.c, compiled now for this dtype, head
+    size and G, if they weren't before.  "auto": Triton on a GPU (CUDA, ROCm), C on a CPU; where that can't be, the twins,
+    and a line on stderr says so.
     ValueError for what can't run. ("triton" on a CPU is for tests alone, with TRITON_INTERPRET=1 set beforehand.)
     vLLM: v1/attention/selector.py:101 get_attn_backend, which has a dozen to choose from.
     """
@@ -226,7 +228,9 @@ def select_backend(name, device, dtype, head_size, G):
             if name == "cpu":
                 raise ValueError(f"--attention-backend cpu: {reason}; take auto or torch") from reason
             say_once(f"nano-serve: plain PyTorch computes, several times slower than cpu_kernels.c would: {reason}")
-    if name == "torch" or not on_gpu and name == "auto" or name == "auto" and not triton:
+    if name == "auto" and on_gpu and not triton:
+        say_once("nano-serve: plain PyTorch computes, several times slower than Triton would, which is not installed")
+    if name == "torch" or name == "auto" and not (on_gpu and triton):
         return TORCH
     if triton is None:
         raise ValueError("--attention-backend triton: Triton is not installed (pip install triton; Linux only)")

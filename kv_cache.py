@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from request import Request
 
-# The parent of a sequence's first block. vLLM draws it at random so that hashes cannot be guessed across users; a fixed
+# The parent of a sequence's first block, unless it has a cache_salt. vLLM draws it at random so that hashes cannot be guessed across users; a fixed
 # value keeps runs repeatable here, and sha256 still makes two different prefixes with one hash impossible in practice.
 NONE_HASH = bytes(32)
 
@@ -129,7 +129,8 @@ def hash_block_tokens(parent_block_hash: bytes, token_ids: list[int]) -> bytes:
     each other.
 
     Example, block size 4, ten tokens t0..t9: h0 = H(NONE_HASH, t0..t3), h1 = H(h0, t4..t7); t8, t9 fill no block.
-    vLLM: v1/core/kv_cache_utils.py:596 hash_block_tokens (there also LoRA, multimodal and salt keys)
+    vLLM: v1/core/kv_cache_utils.py:596 hash_block_tokens (there also LoRA and multimodal keys; a salt is here the
+    first block's parent, see update_block_hashes)
     """
     return hashlib.sha256(parent_block_hash + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()
 
@@ -247,7 +248,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.block_pool = BlockPool(num_blocks, enable_prefix_caching)
         self.req_to_block_ids: dict[str, list[int]] = {}  # block tables; entry i holds positions i*block_size onwards
-        self.num_hit_blocks: dict[str, int] = {}          # the first so many of its table, others had filled
+        self.num_hit_blocks: dict[str, int] = {}          # how many at its table's start were hits
         self.num_cached_blocks: dict[str, int] = {}       # the first so many are cached: the hits, then its own full ones
 
     num_free_blocks = property(lambda self: self.block_pool.num_free_blocks, doc="Blocks that could be handed out now.")
@@ -271,7 +272,9 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         hashes, tokens, size = request.block_hashes, request.all_token_ids, self.block_size
-        first = NONE_HASH if request.cache_salt is None else hashlib.sha256(request.cache_salt.encode(errors="surrogatepass")).digest()
+        first, salt = NONE_HASH, request.cache_salt
+        if salt is not None:                     # another salt, other hashes: no block of one tenant is hit by another
+            first = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
         for end in range((len(hashes) + 1) * size, len(tokens) + 1, size):
             hashes.append(hash_block_tokens(hashes[-1] if hashes else first, tokens[end - size:end]))
 

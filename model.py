@@ -24,7 +24,7 @@ class ForwardBatch:
 
     token_ids, positions, slot_mapping [T] int64 · query_start_loc [S+1] int32 · seq_lens [S] int32, this step's tokens
     counted · block_tables [S, B] int32, rows padded with the null block 0 · logits_indices [S'] int64: the rows that
-    end their sequence's known tokens; only they are turned into logits.
+    are turned into logits: those that end their sequence's known tokens, and those whose prompt_logprobs are wanted.
     Example (block size 4; A decodes its 10th token from blocks 3 5 1, B prefills 3 tokens into block 2):
         positions 9 | 0 1 2      slot_mapping 5 | 8 9 10      query_start_loc 0 1 4      seq_lens 10 3
         block_tables 3 5 1 / 2 0 0                            logits_indices 0 3"""
@@ -35,6 +35,7 @@ class ForwardBatch:
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
     logits_indices: torch.Tensor
+
 
 # -- 2. The model -----------------------------------------------------------------------------------------------------
 
@@ -117,7 +118,7 @@ class Llama(nn.Module):
             x = ops.paged_attention(q, k_cache, v_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables,
                                     self.config.head_dim ** -0.5).flatten(1)         # [T, H * d]
             if layer is self.layers[-1]:
-                # From here on no token looks at another, and of a chunk of 2,000 tokens only the last makes a logit.
+                # From here on no token looks at another, and of a chunk of 2,000 tokens at most the last makes logits.
                 x, residual = x[batch.logits_indices], residual[batch.logits_indices]        # T is S' from here on
             x = self.row_parallel(layer.o_proj, x)                                   # [T, D]
             x, residual = ops.rms_norm(x, layer.post_attention_layernorm.weight, eps, residual)

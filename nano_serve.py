@@ -6,8 +6,7 @@ Promises  in fp32, greedy or with a seed of its own, and up to a tie of two logi
           something fails comes back, with the reason.
 Leaves out async scheduling, LoRA, multimodal input, speculative decoding.
 Order     1 LLMEngine: the step loop, the heart of this file.  2 build_batch: a plan as tensors.  3 LLM: the offline API.
-Beside it engine_args.py (the options), processor.py (prompts to requests, tokens to outputs), worker.py (the processes
-          that compute), command_line.py (what `python nano_serve.py` runs).
+Beside it engine_args.py (the options), processor.py (prompts to requests, tokens to outputs), worker.py (who computes), command_line.py (what `python nano_serve.py` runs).
 
     from nano_serve import LLM, SamplingParams
     with LLM("models/tiny-llama3") as llm:
@@ -20,6 +19,7 @@ if __name__ == "__main__":     # up here: `--help` needs no torch
     sys.exit(command_line.main())
 
 import contextlib
+import copy
 import dataclasses
 import math
 import os
@@ -27,6 +27,7 @@ import threading
 import time
 import warnings
 from array import array
+from collections import deque
 
 import torch
 
@@ -128,14 +129,12 @@ class LLMEngine:
             raise
 
     def abort_request(self, request_id):
-        """End a request, all n of it, wherever it is; unknown and finished ids are ignored. From another thread, or from
-        a destructor in the middle of a step, too: the step is then run to its end first."""
+        """End a request, all n of it, wherever it is  →  outputs with what it has; [] for unknown and finished ids. From
+        another thread, or from a destructor in the middle of a step, too: then the step is run to its end first."""
         if self._in_step:
             self._aborts.append(request_id)
-            return
-        for child in self.outputs.children.pop(request_id, ()):
-            self.scheduler.abort_request(child)
-            del self.outputs.live[child]
+            return []
+        return self.outputs.end(list(self.outputs.children.get(request_id, ())), "abort", None, self.clock())
 
     def is_alive(self, request_id):
         return request_id in self.outputs.children
@@ -178,7 +177,7 @@ class LLMEngine:
         # a new token; a chunk that stops short of the end predicts a known one, so nobody looks at its logits.
         ends = [r for r in output.scheduled_requests if r.num_computed_tokens == r.num_tokens]
         sampled, logprobs, errors = {}, {}, {}
-        if output.scheduled_requests:       # an empty plan is possible: by priority, the only runner may preempt itself
+        if output.scheduled_requests:       # none, if by priority the first to be served had to give way itself
             # 2) The plan as tensors  → build_batch, below.   3) The forward pass  → worker.py, model.py
             batch = build_batch(output, self.scheduler.kv_cache_manager, self.device)
             logits = self.outputs.take_prompt_logprobs(output, self.executor.execute(batch))     # [S', V]
@@ -210,7 +209,7 @@ class LLMEngine:
         """The scheduler counts a step's tokens, and caches the blocks they fill, before the step runs. If
         it then doesn't run to its end, those blocks hold nothing: no request may go on, and no lookup may find them.
         What a request has so far comes back."""
-        self._results += self.outputs.end_all("error", reason, self.clock())
+        self._results += self.outputs.end(list(self.outputs.live), "error", reason, self.clock())
         self.scheduler.kv_cache_manager.reset_prefix_cache()
 
     def _logprobs(self, logits, ends, sampled):
@@ -234,7 +233,7 @@ class LLMEngine:
             raise RuntimeError("another thread is in the middle of a step; an engine is closed between steps")
         if not self.closed:
             self.closed = True
-            self._results += self.outputs.end_all("abort", "the engine was closed", self.clock())
+            self._results += self.outputs.end(list(self.outputs.live), "abort", "the engine was closed", self.clock())
             self.executor.close()
 
 
@@ -373,43 +372,57 @@ class LLM:
         if not self._call.acquire(blocking=False):
             raise RuntimeError("an LLM takes one call at a time, and one is running (a stream runs until it is read to its "
                                "end or closed); extras/async_engine.py serves many callers")
-        engine, ours, index = self.engine, {}, 0                    # request id → index of the prompt
-        limit = engine.scheduler.config.max_num_waiting or math.inf
+        engine, ours, newest = self.engine, {}, {}       # request id → index of its prompt; (id, answer) → its output
+        todo, error = deque(enumerate(todo)), None
         try:
-            while index < len(todo) or ours:
-                # A server refuses what its queue can't take; a caller with a list hands it over as there is room.
-                while index < len(todo) and (seats := limit - len(engine.scheduler.waiting)) > 0:
-                    prompt, params, priority = todo[index]
-                    if seats < params.n <= limit:
-                        break
-                    request_id, self._next_id = str(self._next_id), self._next_id + 1
-                    try:
-                        engine.add_request(request_id, prompt, params, priority=priority)
-                        ours[request_id] = index
-                    except (RequestRefused, RuntimeError) as refusal:
-                        yield index, RequestOutput.ended(request_id, "error", 0, prompt, str(refusal))
-                    index += 1
-                error = None
+            while todo or ours:
+                yield from self._hand_over(todo, ours)
                 try:
                     outputs = engine.step()
-                except BaseException as failure:                    # whoever lived then has an output that says so
+                except BaseException as failure:         # whoever lived then has an output that says so
                     error, outputs = failure, engine.take_results()
-                got = {output.request_id for output in outputs}
-                gone = [i for i in ours if i not in got and not engine.is_alive(i)]     # aborted by somebody else
+                outputs = [output for output in outputs if output.request_id in ours]
+                ended = {output.request_id for output in outputs if output.finished}
+                gone = [i for i in ours if i not in ended and not engine.is_alive(i)]   # aborted by somebody else
                 for output in outputs:
-                    if output.request_id in ours:
-                        index_of = ours.pop(output.request_id) if output.finished else ours[output.request_id]
-                        output.finished = output.outputs[0].finish_reason is not None   # here: of this answer, not of n
-                        yield index_of, output
+                    output.finished = output.outputs[0].finish_reason is not None      # here: of this answer, not of n
+                    newest[output.request_id, output.outputs[0].index] = output
+                    yield ours[output.request_id], output
+                for key in [key for key in newest if key[0] in gone and not newest[key].finished]:
+                    answer = copy.copy(newest[key].outputs[0])
+                    answer.finish_reason, answer.delta = "abort", ""
+                    yield ours[key[0]], dataclasses.replace(newest[key], outputs=[answer], finished=True)
                 for request_id in gone:
-                    yield ours.pop(request_id), RequestOutput.ended(request_id, "abort")
-                # Ctrl-C, an engine without workers, what is wrong in the code itself: nothing can be done about that here.
-                if isinstance(error, (WorkerError, AssertionError)) or not isinstance(error, (Exception, type(None))):
+                    if not any(key[0] == request_id for key in newest):                 # before its first token
+                        yield ours[request_id], RequestOutput.ended(request_id, "abort")
+                for request_id in (*ended, *gone):
+                    del ours[request_id]
+                newest = {key: output for key, output in newest.items() if key[0] in ours}
+                # Ctrl-C, an engine without workers, broken accounts: nothing can be done about that here.
+                fatal = isinstance(error, (WorkerError, AssertionError)) or not isinstance(error, Exception)
+                if error is not None and fatal:
                     raise error
+                error = None
         finally:
             for request_id in ours:
                 engine.abort_request(request_id)
             self._call.release()
+
+    def _hand_over(self, todo, ours):
+        """Add as many of `todo` as the queue has room for, where a server would refuse; yields what was refused."""
+        scheduler = self.engine.scheduler
+        limit = scheduler.config.max_num_waiting or math.inf
+        while todo and (seats := limit - len(scheduler.waiting)) > 0:
+            index, (prompt, params, priority) = todo[0]
+            if seats < params.n <= limit:
+                return
+            todo.popleft()
+            request_id, self._next_id = str(self._next_id), self._next_id + 1
+            try:
+                self.engine.add_request(request_id, prompt, params, priority=priority)
+                ours[request_id] = index
+            except (RequestRefused, RuntimeError) as refusal:
+                yield index, RequestOutput.ended(request_id, "error", 0, prompt, str(refusal))
 
     def chat(self, messages, sampling_params=None, use_tqdm=False, **template):
         """messages: a conversation [{"role": …, "content": …}, …] or a list of them; answers as generate() does.

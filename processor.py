@@ -42,7 +42,8 @@ class InputProcessor:
         self.eos_token_ids = config.eos_token_ids | ({own} if own is not None and own < config.vocab_size else set())
 
     def process(self, request_id, prompt, params, arrival_time, priority):
-        """  →  the LiveRequests of one prompt, params.n of them. Raises RequestRefused (a ValueError)."""
+        """One prompt  →  its params.n LiveRequests; they share the prompt's KV blocks, as any equal prompts do. Raises
+        RequestRefused (a ValueError)."""
         # Checked once more: a field may have been set since. And the caller may set it later, so this is a copy.
         try:
             params = dataclasses.replace(params or SamplingParams())
@@ -129,7 +130,7 @@ class OutputProcessor:
         """finish_request: Scheduler.finish_request, for a stop string: the scheduler sees ids, not text."""
         self.codec, self.finish_request = codec, finish_request
         self.live = {}                           # request id → LiveRequest
-        self.children = {}                       # of a parent with n > 1: its id → ids of those that have not ended
+        self.children = {}                       # the id that the caller gave → ids of its answers that have not ended
 
     def add(self, live):
         self.live[live.request.request_id] = live
@@ -154,11 +155,11 @@ class OutputProcessor:
         return self.output_of(live, now, error, shown)
 
     def take_prompt_logprobs(self, output, logits):
-        """logits [rows of prompts and ends, V]  →  those of the ends [S', V]. The others are reported and done with.
+        """logits [rows of prompts and ends, V]  →  those of the ends [E, V]. The others are reported and done with.
         vLLM: v1/worker/gpu_model_runner.py:5620 GPUModelRunner._get_prompt_logprobs_dict"""
         if all(r.prompt_logprobs is None for r in output.scheduled_requests):
             return logits
-        ends, row = [], 0
+        end_rows, row = [], 0
         for r in output.scheduled_requests:
             if at := r.prompt_positions(output.num_scheduled_tokens[r.request_id]):
                 token_ids = r.prompt_token_ids[at.start + 1:at.stop + 1]
@@ -166,9 +167,9 @@ class OutputProcessor:
                                                       r.sampling_params.prompt_logprobs))
                 row += len(at)
             if r.num_computed_tokens == r.num_tokens:
-                ends.append(row)
+                end_rows.append(row)
                 row += 1
-        return logits[ends]
+        return logits[end_rows]
 
     def report_prompt(self, request, logprobs):
         """The log-probabilities of some more of a prompt's tokens: for each [(id, logprob, rank)], itself first. Their
@@ -199,10 +200,10 @@ class OutputProcessor:
         return RequestOutput(live.parent, live.prompt, request.prompt_token_ids, [answer], finished,
                              RequestMetrics(request), error, request.prompt_logprobs)
 
-    def end_all(self, finish_reason, error, now):
-        """End everybody who lives  →  their outputs, with what they have and why they get no more."""
+    def end(self, request_ids, finish_reason, error, now):
+        """End these requests  →  their outputs, with what they have and why they get no more."""
         outputs = []
-        for live in list(self.live.values()):
+        for live in [self.live[request_id] for request_id in request_ids]:
             self.finish_request(live.request.request_id, finish_reason)
             live.request.finish_reason = live.request.finish_reason or finish_reason
             outputs.append(self.output_of(live, now, error))

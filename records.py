@@ -18,14 +18,15 @@ class RequestStep:
     num_prompt_tokens: int
     arrival_time: float = 0.0  # on the engine's clock: what a picture needs to show the wait before the first step
     blocks: list[int] = field(default_factory=list)  # ids its block table gained, the hits first
-    text: str = ""                                   # that its answer gained
+    text: str = ""                                   # text that its answer gained
 
 
 @dataclass
 class StepRecord:
     """All that a step did, in plain values (`dataclasses.asdict` is JSON). Tables, pictures and traces draw on it
-    alone. `time` (start) and `duration` in seconds; `running`, `waiting`, `free_blocks` as planning left them;
-    `total_blocks` without the null block."""
+    alone. `time` (start) and `duration` (from planning to the outputs) in seconds on the engine's clock; `budget`
+    and `used` in tokens; `running` and `waiting` requests and `free_blocks` as schedule() left them; `total_blocks`
+    without the null block."""
 
     step: int
     time: float
@@ -39,7 +40,7 @@ class StepRecord:
     free_blocks: int
     total_blocks: int
     finished: list[str]
-    arrived: dict = field(default_factory=dict)  # since the step before: id → prompt tokens; who was aborted
-    aborted: list[str] = field(default_factory=list)
+    arrived: dict = field(default_factory=dict)  # since the step before: id → prompt tokens
+    aborted: list[str] = field(default_factory=list)             # since the step before, unless they arrived since, too
     block_size: int = 0                          # 0: a record without block ids
     enable_prefix_caching: bool = False

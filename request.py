@@ -107,7 +107,7 @@ class RequestRefused(ValueError):
 # -- 2. What its sender asks for --------------------------------------------------------------------------------------
 
 # Every field's type and range, once: (kind, lowest, highest, may be None). A kind in brackets is a list of such;
-# of strings, what is "lowest" doesn't count: a bad word of spaces alone is none.
+# of strings, the characters that alone make none: a bad word of spaces only is none.
 # vLLM: sampling_params.py:515 SamplingParams._verify_args
 ABOVE = math.ulp(0.0)    # the smallest number above 0, so that "above 0" is a lowest like the others
 NO_END = math.inf
@@ -193,7 +193,7 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **fields):
-        """As the class itself, but None stands for the default.
+        """As the class itself, but None stands for the default, except where None is a value (max_tokens).
         vLLM: sampling_params.py:361 SamplingParams.from_optional"""
         return cls(**{name: v for name, v in fields.items() if v is not None or name not in FIELDS or FIELDS[name][3]})
 
@@ -295,7 +295,7 @@ class RequestMetrics:
     tpot = property(lambda m: (m._times[m._count - 1] - m._times[0]) / (m._count - 1) if m._count > 1 else None,
                     doc="Time per output token: the mean gap after the first token; None for a single token.")
     e2e = property(lambda m: None if m.finish_time is None else m.finish_time - m.arrival_time,
-                   doc="Arrival to last token.")
+                   doc="Arrival to end.")
 
     def __repr__(self):
         shown = ("queue_time", "ttft", "tpot", "e2e", "num_preemptions", "num_cached_tokens")
@@ -308,7 +308,7 @@ class RequestMetrics:
 class Logprob:
     logprob: float                 # ln of the probability, by the logits before temperature, penalties and cuts
     rank: int                      # 1: the likeliest
-    decoded_token: str
+    decoded_token: str | None
 
 
 class CompletionOutput:

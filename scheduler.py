@@ -16,14 +16,14 @@ Running requests are served first, oldest admission first; what is left of the b
 running request needs a block and none is free, the one admitted last gives all of its blocks back: preemption (抢占). It
 keeps its tokens, waits at the front, and computes its K/V again: recompute (重计算).
 
-Promises: the decisions of vLLM 0.27.1, step by step; Σ tokens ≤ budget and scheduled ⊆ running; a request that is
+Promises: the decisions of vLLM 0.27.1, step by step, but where a docstring says otherwise; Σ tokens ≤ budget and scheduled ⊆ running; a request that is
 accepted ends, and one that could never end is refused when it is added; the cost of a step doesn't grow with the number
 of waiting requests. No tensor, no clock, no randomness: an engine, a simulator and a test drive it alike.
 Leaves out: speculative decoding, asynchronous scheduling (planning one step ahead), encoder inputs, structured output,
 LoRA, pooling, KV connectors, the watermark, streaming input.
 
 Read in this order: Request, in request.py; SchedulerConfig; the waiting queues; Scheduler.schedule and its two loops;
-update_from_output and check_stop; then StepRecord and check_invariants as needed.
+update_from_output and check_stop; then make_record (what it fills: records.py) and check_invariants as needed.
 """
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from request import Request, RequestRefused, RequestStatus
 class SchedulerConfig:
     """The options of the command line by their names. Raises ValueError when they contradict each other.
 
-    max_num_seqs bounds the running requests, max_num_batched_tokens is the budget of a step, max_model_len bounds
+    max_num_seqs bounds the running requests, max_num_batched_tokens is the budget of a step (a larger one brings first
+    tokens sooner, and longer steps: a longer gap between two tokens of everybody who decodes), max_model_len bounds
     prompt + output, long_prefill_token_threshold > 0 bounds one request's share of a step. scheduler_reserve_full_isl
     admits a request only if all its known tokens fit the free blocks. max_num_waiting bounds the waiting queue (None:
     no bound). vLLM: config/scheduler.py SchedulerConfig; max_num_waiting is ours
@@ -397,7 +398,7 @@ class Scheduler:
 
 def check_invariants(scheduler: Scheduler, output: SchedulerOutput | None = None) -> None:
     """Prove that the accounts agree, or raise AssertionError saying what is off. Call it between any two calls of the
-    scheduler; right after schedule() give it the output too, to check the step itself. Cost: O(pool + requests)."""
+    scheduler; right after schedule() give it the output too, to check the step itself. Cost: O(pool + known tokens)."""
     running, waiting, config = scheduler.running, list(scheduler.waiting.values()), scheduler.config
     scheduler.kv_cache_manager.check_invariants(scheduler.requests)
     assert len(running) <= config.max_num_seqs, f"{len(running)} requests run, --max-num-seqs is {config.max_num_seqs}"
@@ -413,7 +414,7 @@ def check_invariants(scheduler: Scheduler, output: SchedulerOutput | None = None
     if output is not None:
         used, limit = sum(output.num_scheduled_tokens.values()), config.max_num_batched_tokens
         assert used == output.total_num_scheduled_tokens <= limit, f"{used} tokens are scheduled, the budget is {limit}"
-        assert [r.request_id for r in output.scheduled_requests] == list(output.num_scheduled_tokens), "two plans"
+        assert [r.request_id for r in output.scheduled_requests] == list(output.num_scheduled_tokens), "requests and counts are in another order"
         assert output.num_scheduled_tokens.keys() <= running_ids, "someone is scheduled but not running"
         assert min(output.num_scheduled_tokens.values(), default=1) >= 1, "someone is scheduled without a token"
 

@@ -2,7 +2,7 @@
 
 Mirrors   vLLM: v1/engine/detokenizer.py:69 BaseIncrementalDetokenizer, v1/engine/detokenizer.py:310 check_stop_strings
 Promises  prompt and text read on: the text is what the output adds to the decode of the prompt's ids, in whole
-          characters, cut at the stop string that is complete first. A token costs the same however long the text is.
+          characters, cut at the stop string that is complete first. A token costs the same however long the text is, but for a copy of it.
           One exception: where a tokenizer falls back to bytes, decode() spoils a whole run for one wrong byte in it;
           here the characters that came before the wrong byte, and have been shown, stay.
 Order     1 TextCodec: the files of a checkpoint's tokenizer.  2 DecodeStream: ids to characters.  3 StopStrings.
@@ -118,7 +118,7 @@ class TextCodec:
             if found := self._special_text.search(stop):
                 raise RequestRefused(
                     f"stop {stop!r:.80}: {found[0]!r} is a special token, which skip_special_tokens leaves out; use "
-                    f" stop_token_ids=[{self.tokenizer.token_to_id(found[0])}] or skip_special_tokens=False")
+                    f"stop_token_ids=[{self.tokenizer.token_to_id(found[0])}] or skip_special_tokens=False")
 
     def apply_chat_template(self, messages, add_generation_prompt=True, *, chat_template=None,
                             continue_final_message=False, tools=None, chat_template_kwargs=None):
@@ -263,7 +263,7 @@ class Detokenizer:
         codec.check_stop(params)
         self.params, self.num_tokens, self.text, self.shown = params, 0, "", 0
         self.stream = DecodeStream(codec, params.skip_special_tokens, prompt_token_ids)
-        self.stop_strings, self.decodes = StopStrings(params.stop), getattr(params, "detokenize", True)
+        self.stop_strings, self.decodes = StopStrings(params.stop), params.detokenize
 
     def append(self, token_id, finished, show_token=True):
         """Take a token in (show_token False: the stop token itself, which has no text). Returns the stop string that

@@ -88,7 +88,7 @@ class Worker:
 @contextmanager
 def interrupts_wait():
     """Hold Ctrl-C back until the step is through; a second one goes through at once. Half a step would leave the ranks
-    out of line, and KV blocks that are published already, for others to hit, but never written."""
+    out of line, and KV blocks that are cached already, for others to hit, but never written."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield                                        # not ours to handle, or held already

@@ -21,7 +21,6 @@ import queue
 import threading
 
 from nano_serve import LLMEngine
-from request import RequestOutput
 
 
 # -- 1. The slot ------------------------------------------------------------------------------------------------------
@@ -119,9 +118,10 @@ class AsyncLLMEngine:
         """End a request; unknown and finished ids are ignored. From any thread; takes effect before the next step.
         vLLM: v1/engine/async_llm.py:729 AsyncLLM.abort"""
         def abort():
-            self.engine.abort_request(request_id)
+            outputs = self.engine.abort_request(request_id)          # with what there is until then
             if slot := self.slots.pop(request_id, None):
-                slot.put(RequestOutput.ended(request_id, "abort"))
+                for output in outputs:
+                    slot.put(output)
         if self.dead is None:
             self.inbox.put(abort)
 
@@ -166,7 +166,7 @@ class AsyncLLMEngine:
                 pass
             try:
                 outputs = self.engine.step()
-            except Exception:                    # everybody's output says why, and who comes next is told by add_request
+            except Exception:                    # everybody's output says why; who comes next meets it in a step of its own
                 outputs = self.engine.take_results()
             self._hand_out(outputs)
         self.dead = "it was shut down"

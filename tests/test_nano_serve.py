@@ -664,3 +664,18 @@ def test_texts_of_logprobs_add_up():
         assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
         texts = [entry[i].decoded_token for i, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])]
         assert "".join(texts) == "Once upon a time, 世界 there"
+
+
+def test_text_of_an_aborted_request_is_not_thrown_away():
+    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    with LLM(num_kv_blocks=200) as llm:
+        seen = []
+        for index, output in llm.stream(["Once upon a time", "The little dog"], greedy):
+            seen.append((index, output))
+            if index == 0 and len(output.outputs[0].token_ids) == 4 and not output.finished:
+                outputs = llm.engine.abort_request(output.request_id)
+                assert [len(o.outputs[0].token_ids) for o in outputs] == [4]
+        last = {index: output for index, output in seen}
+        assert last[0].finished and last[0].outputs[0].finish_reason == "abort" and len(last[0].outputs[0].token_ids) == 4
+        assert last[0].outputs[0].text and len(last[1].outputs[0].token_ids) == 30
+        assert "".join(o.outputs[0].delta for i, o in seen if i == 0) == last[0].outputs[0].text
