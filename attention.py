@@ -2,7 +2,8 @@
 
 Mirrors   vLLM: v1/attention/ops/triton_unified_attention.py:802 unified_attention
 Promises  what kernels.py does, which takes these operations in: twin and kernel agree for any mix of prefill chunks and
-          decodes, no KV slot beyond a sequence's length is read, a sequence gets the same bits alone and in company, cut alike.
+          decodes, no KV slot beyond a sequence's length is read, a sequence cut alike
+          gets the same bits alone and in company.
 Order     1 paged_attention, the specification.  2 dense_attention: the online softmax in twenty lines of Triton.
           3 The paged kernel: tiles and splits, how K and V stay under way, the launches.
 Letters and Triton in ten lines: see kernels.py. In the kernels D is the head size d, as a constant.
@@ -114,7 +115,8 @@ def dense_attention_triton(q, k, v, scale):
 # the same bits alone and in company.
 
 # A split has 64 keys, and more of them (in steps of 32) only where there would be over 128 splits. So of 132
-# multiprocessors eight sequences with one KV head (70B at TP 8) busy all from 1,025 keys on, one alone 128 of them from 8,129 on.
+# multiprocessors eight sequences with one KV head (70B at TP 8) busy all from 1,025 keys
+# on, one alone 128 of them from 8,129 on.
 SPLIT_STEP, MAX_SPLITS = 32, 128
 # A split leaves d + 2 fp32 numbers a head; SCRATCH has room for 256 sequences of 8 heads of 128: 130 MiB. A batch that
 # needs more takes several passes, also one of more than SEQUENCES: so many does a program look at to find its work.

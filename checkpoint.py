@@ -1,6 +1,7 @@
 """From a folder to weights (chapters 8 and 10): what the checkpoint says it is, which piece goes where, the loader.
 
-Mirrors   vLLM: model_executor/layers/linear.py:419 ColumnParallelLinear, model_executor/models/llama.py:441 LlamaModel.load_weights
+Mirrors   vLLM: model_executor/layers/linear.py:419 ColumnParallelLinear,
+          vLLM: model_executor/models/llama.py:441 LlamaModel.load_weights
 Promises  every dense checkpoint of the families in FAMILIES: Llama 1 to 3.2, TinyLlama, SmolLM2, Mistral without a
           sliding window. What isn't known is refused by name, before any weight is read.
 Leaves out quantised weights, pipeline parallelism, other architectures.
@@ -28,6 +29,7 @@ from model import Llama
 LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
          "num_attention_heads": 32, "max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None,
          "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": None, "eos_token_id": 2}
+SIZES = tuple(LLAMA)[:6]
 FAMILIES = {
     "llama": (("LlamaForCausalLM", "LLaMAForCausalLM"), LLAMA),
     "mistral": (("MistralForCausalLM",), {**LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8,
@@ -41,7 +43,7 @@ READ = {*LLAMA, "tie_word_embeddings", "attention_bias", "mlp_bias", "rope_scali
 COMPUTES = re.compile("multiplier|scal(e|ing)|softcap|clip|window|rope|rotary|alibi|attn|attention|bias|residual|"
                       "expert|moe|qk_|norm_type|layernorm|causal|quant|compress|lora|adapter")
 HARMLESS = re.compile("^_|dropout|implementation|flash|output_attentions|original_max_position_embeddings")
-OFF = (None, False, 0, 1, "", [], {})
+OFF = (None, False, 0, 1, "", [], {})            # 1: a multiplier that changes nothing
 NEUTRAL = {"hidden_act": ("silu",), "layer_types": ("full_attention", None, []), "is_causal": (None, True),
            "attention_multiplier": (None,), "query_pre_attn_scalar": (None,)}
 
@@ -115,7 +117,7 @@ class LlamaConfig:
         _refuse_what_is_not_known(raw)
         get = lambda key: raw.get(key, default[key])     # a field that is there and null is not one that is missing
         theta, rope = _rope(raw, default["rope_theta"])
-        size = {key: _positive(key, get(key), int) for key in tuple(LLAMA)[:6]}
+        size = {key: _positive(key, get(key), int) for key in SIZES}
         H = size["num_attention_heads"]
         Hkv = size["num_key_value_heads"] = _positive("num_key_value_heads", get("num_key_value_heads") or H, int)
         d = size["head_dim"] = _positive("head_dim", get("head_dim") or size["hidden_size"] // H, int)
@@ -416,8 +418,7 @@ def load_model(folder, dtype, device="cpu", tp_rank=0, tp_size=1, comm=None, att
             with safe_open(file, framework="pt") as f:
                 for p in plan:
                     if tensors[p.name][0] == file:
-                        rows = f.get_slice(p.name)
-                        rows = rows[p.start:p.stop] if p.dim == 0 else rows[:, p.start:p.stop]
+                        rows = f.get_slice(p.name)[(slice(None),) * p.dim + (slice(p.start, p.stop),)]
                         params[p.param].narrow(p.dim, p.offset, p.stop - p.start).copy_(rows)
     except SafetensorError as error:                                                 # places that don't fit the shapes
         raise CheckpointError(f"{file} can't be read: {error}") from None
@@ -435,10 +436,10 @@ def _same_rows(tensors, rows, dtype, step=4096):
 
 def auto_dtype(config, device):
     """`--dtype auto`: the file's own on a GPU. On a CPU fp32 up to 2 billion parameters: it is exact, and the faster
-    one on CPUs without bf16 instructions; with them (avx512_bf16, ARM's bf16) `--dtype bfloat16` is faster. Larger models keep
-    the file's dtype, for they would not fit."""
-    n = sum(math.prod(shape) for shape in param_shapes(config).values())
-    return torch.float32 if device == "cpu" and n <= 2e9 else DTYPES[config.dtype]
+    one on CPUs without bf16 instructions; with them (avx512_bf16, ARM's bf16) `--dtype bfloat16` is faster. Larger
+    models keep the file's dtype, for they would not fit."""
+    small = sum(math.prod(shape) for shape in param_shapes(config).values()) <= 2e9
+    return torch.float32 if device == "cpu" and small else DTYPES[config.dtype]
 
 
 if __name__ == "__main__":       # Piece's example played with models/tiny-llama3: what rank 1 of 2 takes of a layer

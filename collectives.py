@@ -209,7 +209,7 @@ class ProcessGroupComm:
         return torch.cat(parts, dim=-1)                              # [S', size * n]
 
 
-if __name__ == "__main__":       # SharedMemoryComm's example: three exchanges of two ranks, here two threads on one area
+if __name__ == "__main__":       # SharedMemoryComm's example: three exchanges of two ranks, two threads on one area
     import threading
     area, parts, log = SharedMemoryComm.new_area(2), ([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]), {}
 

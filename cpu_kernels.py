@@ -129,8 +129,8 @@ class Packed(NamedTuple):
 
 
 def keep_memory():
-    """Have glibc keep what is freed, up to 512 MB, instead of handing it back to the system, from where each 4 KiB of it
-    comes with a page fault the next time: in a prefill that is every layer's activations. Elsewhere nothing happens."""
+    """Have glibc keep what is freed, up to 512 MB, instead of handing it back to the system, from where each 4 KiB of
+    it comes with a page fault the next time: in a prefill that is every layer's activations."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_TRIM_THRESHOLD, 512 << 20)
         libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)                 # the most that glibc takes

@@ -28,7 +28,8 @@ class EngineArgs:
     limits. vLLM: engine/arg_utils.py EngineArgs"""
     model: str = option(EMBEDDED_MODEL, "checkpoint folder, or a hub id")
     tensor_parallel_size: int = option(1, "ranks that share the model (TP)", short="-tp")   # its limits are the model's
-    dtype: str = option("auto", "auto, float32 (float), float16 (half), bfloat16; auto on a CPU is float32 for small models")
+    dtype: str = option("auto", "auto, float32 (float), float16 (half), bfloat16; auto on a CPU: float32 up to "
+                               "2 billion parameters")
     device: str = option("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     max_model_len: int | None = option(None, "limit for prompt + output; default: the model's, or what the pool holds",
                                        int, low=1)
@@ -93,7 +94,7 @@ def check(f, value):
     if value is None and f.default is None:
         return None
     if kind is bool or kind is str:
-        good = isinstance(value, kind) or f.name in ("model", "dtype")     # a Path, a torch.dtype: who reads them checks
+        good = isinstance(value, kind) or f.name in ("model", "dtype")     # a Path, a torch.dtype: checked later
         what = "True or False" if kind is bool else "text"
     else:
         whole = hasattr(value, "__index__") and not isinstance(value, bool)

@@ -211,8 +211,8 @@ def select_backend(name, device, dtype, head_size, G):
     """`--attention-backend`  →  a namespace of the operations; cpu's multiplies matrices, too.
 
     "torch": the twins.  "triton": the kernels above.  "cpu": those of cpu_kernels.c, compiled now for this dtype, head
-    size and G, if they weren't before.  "auto": Triton on a GPU (CUDA, ROCm), C on a CPU; where that can't be, the twins,
-    and a line on stderr says so.
+    size and G, if they weren't before.  "auto": Triton on a GPU (CUDA, ROCm), C on a CPU; where that can't be, the
+    twins, and a line on stderr says so.
     ValueError for what can't run. ("triton" on a CPU is for tests alone, with TRITON_INTERPRET=1 set beforehand.)
     vLLM: v1/attention/selector.py:101 get_attn_backend, which has a dozen to choose from.
     """

@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
     from request import Request
 
-# The parent of a sequence's first block, unless it has a cache_salt. vLLM draws it at random so that hashes cannot be guessed across users; a fixed
-# value keeps runs repeatable here, and sha256 still makes two different prefixes with one hash impossible in practice.
+# The parent of a sequence's first block, unless it has a cache_salt. vLLM draws it at random, so that nobody can guess
+# another user's hashes; fixed, as here, it keeps runs repeatable.
 NONE_HASH = bytes(32)
 
 
 class KVCacheBlock:
     """One block of KV memory: an id, who uses it, its hash if it is cached, and its two neighbours while it is free.
 
-    `ref_cnt` counts the block tables that hold it. `block_hash` is what the prefix cache knows it by, None while it is not
-    cached. The links live inside the block, so that a block can leave the middle of the free list without a search.
+    `ref_cnt` counts the block tables that hold it. `block_hash` is what the prefix cache knows it by, None while it is
+    not cached. The links live inside the block, so that a block can leave the middle of the free list without a search.
     vLLM: v1/core/kv_cache_utils.py:118 KVCacheBlock
     """
 
@@ -75,8 +75,7 @@ class FreeKVCacheBlockQueue:
 
     def __init__(self, blocks: Iterable[KVCacheBlock]):
         self.num_free_blocks = 0
-        # Two blocks that are never handed out close the list, so that no operation has to ask whether a neighbour
-        # exists.
+        # Two blocks that are never handed out close the list: no operation has to ask whether a neighbour exists.
         self._head, self._tail = KVCacheBlock(-1), KVCacheBlock(-1)
         self._head.next_free_block, self._tail.prev_free_block = self._tail, self._head
         for block in blocks:
@@ -163,10 +162,8 @@ class BlockPool:
         # only ever grow.
         self.cached_block_hash_to_block: dict[bytes, dict[int, KVCacheBlock]] = {}
 
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that could be handed out now, cached ones included."""
-        return self.free_block_queue.num_free_blocks
+    num_free_blocks = property(lambda self: self.free_block_queue.num_free_blocks,
+                               doc="Blocks that could be handed out now, cached ones included.")
 
     def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
         """The block cached under this hash, the oldest if there are several, or None.
@@ -249,7 +246,7 @@ class KVCacheManager:
         self.block_pool = BlockPool(num_blocks, enable_prefix_caching)
         self.req_to_block_ids: dict[str, list[int]] = {}  # block tables; entry i holds positions i*block_size onwards
         self.num_hit_blocks: dict[str, int] = {}          # how many at its table's start were hits
-        self.num_cached_blocks: dict[str, int] = {}       # the first so many are cached: the hits, then its own full ones
+        self.num_cached_blocks: dict[str, int] = {}       # how many are cached: hits, then its own full ones
 
     num_free_blocks = property(lambda self: self.block_pool.num_free_blocks, doc="Blocks that could be handed out now.")
     num_usable_blocks = property(lambda self: self.block_pool.num_blocks - 1, doc="The pool without the null block.")
@@ -272,9 +269,8 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         hashes, tokens, size = request.block_hashes, request.all_token_ids, self.block_size
-        first, salt = NONE_HASH, request.cache_salt
-        if salt is not None:                     # another salt, other hashes: no block of one tenant is hit by another
-            first = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
+        salt = (request.cache_salt or "").encode(errors="surrogatepass")         # another salt, other hashes: no hits
+        first = hashlib.sha256(salt).digest() if salt else NONE_HASH
         for end in range((len(hashes) + 1) * size, len(tokens) + 1, size):
             hashes.append(hash_block_tokens(hashes[-1] if hashes else first, tokens[end - size:end]))
 
@@ -362,7 +358,7 @@ class KVCacheManager:
             self.block_pool.uncache_block(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks, for instance after the weights changed. Refused (False) while any request holds a block.
+        """Forget all cached blocks, as after a change of the weights. Refused (False) while any request holds a block.
         vLLM: v1/core/kv_cache_manager.py:627 KVCacheManager.reset_prefix_cache"""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
@@ -389,14 +385,14 @@ class KVCacheManager:
                 # A hit may have left the cache since: who wrote it turned out to write NaN.
                 assert (block_hash is not None) == (i < self.num_cached_blocks[request_id]) or (
                     block_hash is None and i < self.num_hit_blocks[request_id]), f"{request}: is block {i} cached?"
-                assert block_hash in (None, *request.block_hashes[i:i + 1]), f"{request}: block {i} has another text's hash"
+                assert block_hash in (None, *request.block_hashes[i:i + 1]), f"{request}: block {i} has another's hash"
         assert len(free) == len(free_ids) == pool.num_free_blocks, "the free list holds a block twice, or miscounts"
         assert 0 not in free_ids and held[0] == 0 and not pool.null_block.block_hash, "the null block was handed out"
         for block in pool.blocks[1:]:
             assert block.ref_cnt == held[block.block_id], f"{block}: {held[block.block_id]} tables hold it"
             assert (block.ref_cnt == 0) == (block.block_id in free_ids), f"{block} is neither free nor used, or both"
             same_hash = pool.cached_block_hash_to_block.get(block.block_hash, {})
-            assert block.block_hash is None or same_hash.get(block.block_id) is block, f"{block} is not found by its hash"
+            assert block.block_hash is None or same_hash.get(block.block_id) is block, f"{block} is not in the cache"
         num_cached = sum(len(same_hash) for same_hash in pool.cached_block_hash_to_block.values())
         assert num_cached == sum(b.block_hash is not None for b in pool.blocks), "the prefix cache holds a block twice"
 
@@ -438,7 +434,7 @@ class KVCache:
 
 if __name__ == "__main__":       # the life of three sequences, as in BlockPool's docstring
     from request import Request, SamplingParams
-    manager, tokens = KVCacheManager(num_blocks=9, block_size=4), {"A": range(14), "B": range(50, 56), "C": [*range(8), 99]}
+    manager, tokens = KVCacheManager(9, block_size=4), {"A": range(14), "B": range(50, 56), "C": [*range(8), 99]}
     requests = {name: Request(name, ids, SamplingParams()) for name, ids in tokens.items()}
     for event in "A starts", "B starts", "A ends", "B ends", "C starts":
         if event.endswith("ends"):
@@ -448,5 +444,6 @@ if __name__ == "__main__":       # the life of three sequences, as in BlockPool'
             hits = manager.get_computed_blocks(request)
             manager.allocate_slots(request, request.num_tokens - 4 * len(hits), hits)
             request.num_computed_tokens = request.num_tokens
-        free = [f"{b.block_id}{'*' if b.block_hash else ''}" for b in manager.block_pool.free_block_queue.get_all_free_blocks()]
-        print(f"{event:10}free: {' '.join(free):24}tables: {manager.req_to_block_ids}")       # *: cached, can be hit
+        free = manager.block_pool.free_block_queue.get_all_free_blocks()
+        shown = " ".join(f"{b.block_id}{'*' if b.block_hash else ''}" for b in free)         # *: cached, can be hit
+        print(f"{event:10}free: {shown:24}tables: {manager.req_to_block_ids}")

@@ -1,6 +1,7 @@
 """What is computed (chapters 1 and 10): Llama-3 with grouped-query attention, a layer written out.
 
-Mirrors   vLLM: model_executor/models/llama.py:446 LlamaForCausalLM, model_executor/models/llama.py:248 LlamaDecoderLayer
+Mirrors   vLLM: model_executor/models/llama.py:446 LlamaForCausalLM,
+          vLLM: model_executor/models/llama.py:248 LlamaDecoderLayer
 Promises  the same logits as transformers' LlamaForCausalLM (fp32: to rounding), whatever the mixture of prefill chunks
           and decodes in the batch, and whatever the number of ranks.
 Leaves out LoRA, pipeline parallelism, other architectures. Sizes and weights come from checkpoint.py.
@@ -200,7 +201,8 @@ if __name__ == "__main__":       # twelve tokens at once, in chunks, one by one:
     from kv_cache import KVCache
     llama, ids, table = load_model(EMBEDDED_MODEL, torch.float32), torch.arange(300, 312), torch.tensor([[3, 5, 1]])
     for chunks in ([12], [5, 4, 3], [1] * 12):
-        cache, end = KVCache(len(llama.layers), 8, 4, llama.num_kv_heads, llama.config.head_dim, torch.float32, "cpu"), 0
+        d, end = llama.config.head_dim, 0
+        cache = KVCache(len(llama.layers), 8, 4, llama.num_kv_heads, d, torch.float32, "cpu")
         for n in chunks:         # block size 4, so position 7 lies in block 5 at offset 3: slot 23
             p, end = torch.arange(end, end + n), end + n                                        # [T]
             batch = ForwardBatch(ids[p], p, table[0, p // 4] * 4 + p % 4, torch.tensor([0, n]).int(),

@@ -5,8 +5,9 @@ Promises  in fp32, greedy or with a seed of its own, and up to a tie of two logi
           alone, whoever shares its steps; a request that can't run is refused alone; what a request has generated when
           something fails comes back, with the reason.
 Leaves out async scheduling, LoRA, multimodal input, speculative decoding.
-Order     1 LLMEngine: the step loop, the heart of this file.  2 build_batch: a plan as tensors.  3 LLM: the offline API.
-Beside it engine_args.py (the options), processor.py (prompts to requests, tokens to outputs), worker.py (who computes), command_line.py (what `python nano_serve.py` runs).
+Order     1 LLMEngine: the step loop, the heart of it all.  2 build_batch: a plan as tensors.  3 LLM: the offline API.
+Beside it engine_args.py (the options), processor.py (prompts to requests, tokens to outputs), worker.py (who computes),
+          command_line.py (what `python nano_serve.py` runs).
 
     from nano_serve import LLM, SamplingParams
     with LLM("models/tiny-llama3") as llm:
@@ -35,10 +36,11 @@ from checkpoint import LlamaConfig, auto_dtype, find_checkpoint, param_shapes, p
 from engine_args import EMBEDDED_MODEL, EngineArgs
 from kv_cache import KVCache, KVCacheManager
 from model import ForwardBatch
-from processor import CHAT_OPTIONS, InputProcessor, OutputProcessor
+from processor import CHAT_OPTIONS, InputProcessor, OutputProcessor, as_list
 from request import RequestOutput, RequestRefused, SamplingParams
 from sampling import sample, top_logprobs, why_no_token
 from scheduler import Scheduler, SchedulerConfig, check_invariants
+from terminal import progress
 from text import TextCodec
 from worker import WorkerError, interrupts_wait, make_executor
 
@@ -129,8 +131,8 @@ class LLMEngine:
             raise
 
     def abort_request(self, request_id):
-        """End a request, all n of it, wherever it is  →  outputs with what it has; [] for unknown and finished ids. From
-        another thread, or from a destructor in the middle of a step, too: then the step is run to its end first."""
+        """End a request, all n of it, wherever it is  →  outputs with what it has; [] for unknown and finished ids.
+        From another thread, or from a destructor in the middle of a step, too: the step is run to its end first."""
         if self._in_step:
             self._aborts.append(request_id)
             return []
@@ -293,7 +295,7 @@ def build_batch(output, kv_cache_manager, device):
 
 # -- 3. The offline API -----------------------------------------------------------------------------------------------
 
-DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",     # generation_config's
+DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",  # generation_config's
             "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}             # name → ours
 
 
@@ -328,11 +330,11 @@ class LLM:
         return self.engine.scheduler.kv_cache_manager.reset_prefix_cache()
 
     def generate(self, prompts, sampling_params=None, use_tqdm=False, priority=None):
-        """prompts: one or a list, each in a form of InputProcessor.tokenize; sampling_params: one SamplingParams for all, or a
-        list of as many; priority: a list of as many numbers, the lower the earlier (with scheduling_policy "priority").
-        use_tqdm: a progress line on stderr. Returns a list of RequestOutput in the order of the prompts; with n > 1,
-        `outputs` holds n answers. A request that fails comes back with what it has, and says why in `.error`; raises
-        WorkerError if the engine has lost a rank, with what there is in its `outputs`."""
+        """prompts: one or a list, each in a form of InputProcessor.tokenize; sampling_params: one SamplingParams for
+        all, or a list of as many; priority: a list of as many numbers, the lower the earlier (with scheduling_policy
+        "priority"). use_tqdm: a progress line on stderr. Returns a list of RequestOutput in the order of the prompts;
+        with n > 1, `outputs` holds n answers. A request that fails comes back with what it has, and says why in
+        `.error`; raises WorkerError if the engine has lost a rank, with what there is in its `outputs`."""
         prompts = as_list(prompts)
         final = [[] for _ in prompts]
         try:
@@ -370,8 +372,8 @@ class LLM:
         if self.engine.closed:
             raise RuntimeError("this LLM is closed; make a new one")
         if not self._call.acquire(blocking=False):
-            raise RuntimeError("an LLM takes one call at a time, and one is running (a stream runs until it is read to its "
-                               "end or closed); extras/async_engine.py serves many callers")
+            raise RuntimeError("an LLM takes one call at a time, and one is running (a stream runs until it is read to "
+                               "its end or closed); extras/async_engine.py serves many callers")
         engine, ours, newest = self.engine, {}, {}       # request id → index of its prompt; (id, answer) → its output
         todo, error = deque(enumerate(todo)), None
         try:
@@ -443,23 +445,3 @@ class LLM:
 
     def __exit__(self, *exc):
         self.close()
-
-
-def as_list(prompts):
-    """One prompt, of which a list of token ids is one, as a list of one."""
-    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    many = isinstance(prompts, (list, tuple)) and not (prompts and hasattr(prompts[0], "__index__"))
-    return list(prompts) if many else [prompts]
-
-
-@contextlib.contextmanager
-def progress(total, wanted):
-    """A line on stderr that counts finished requests, if it is wanted and somebody is looking."""
-    if not (wanted and sys.stderr.isatty()):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("requests", total=total)
-        yield lambda: bar.advance(task)

@@ -64,8 +64,8 @@ class InputProcessor:
                 for j, child in enumerate(ids)]
 
     def _params_of(self, params, j):
-        """Answer j of n draws with seed + j (in 64 bits), so the first is what the prompt alone would get. Who brings no
-        seed gets one, once: a preempted request must draw the same numbers again."""
+        """Answer j of n draws with seed + j (in 64 bits), so the first is what the prompt alone would get. Who brings
+        no seed gets one, once: a preempted request must draw the same numbers again."""
         seed = self.seeds.getrandbits(62) if params.seed is None else (params.seed + j + 2 ** 63) % 2 ** 64 - 2 ** 63
         return dataclasses.replace(params, n=1, seed=seed)
 
@@ -121,6 +121,13 @@ def as_list_of_ids(ids):
     return [i.__index__() if hasattr(i, "__index__") and not isinstance(i, bool) else i for i in ids]
 
 
+def as_list(prompts):
+    """One prompt, of which a list of token ids is one, as a list of one."""
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    many = isinstance(prompts, (list, tuple)) and not (prompts and hasattr(prompts[0], "__index__"))
+    return list(prompts) if many else [prompts]
+
+
 # -- 2. Tokens become outputs -----------------------------------------------------------------------------------------
 
 class OutputProcessor:
@@ -138,7 +145,7 @@ class OutputProcessor:
 
     def process(self, request_id, token_id, logprobs, error, now):
         """A request's token, which the scheduler has taken in already  →  its RequestOutput. token_id None: it has none
-        and has failed, `error` says why. logprobs: [(id, logprob, rank)] or None; now: seconds on the engine's clock."""
+        and has failed, `error` says why. logprobs: [(id, logprob, rank)] or None; now: in seconds."""
         live = self.live[request_id]
         request, shown = live.request, live.detokenizer.shown
         if token_id is not None:

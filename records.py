@@ -1,7 +1,7 @@
 """What a step leaves behind (chapter 4): one record, from which every table, picture, trace and test is made.
 
-Promises  plain values only (`dataclasses.asdict` is JSON), and nothing that grows with the output's length. A field that an
-          older file doesn't have gets its default.
+Promises  plain values only (`dataclasses.asdict` is JSON), and nothing that grows with the output's length. A field
+          that an older file doesn't have gets its default.
 """
 from dataclasses import dataclass, field
 

@@ -16,9 +16,10 @@ Running requests are served first, oldest admission first; what is left of the b
 running request needs a block and none is free, the one admitted last gives all of its blocks back: preemption (抢占). It
 keeps its tokens, waits at the front, and computes its K/V again: recompute (重计算).
 
-Promises: the decisions of vLLM 0.27.1, step by step, but where a docstring says otherwise; Σ tokens ≤ budget and scheduled ⊆ running; a request that is
-accepted ends, and one that could never end is refused when it is added; the cost of a step doesn't grow with the number
-of waiting requests. No tensor, no clock, no randomness: an engine, a simulator and a test drive it alike.
+Promises: the decisions of vLLM 0.27.1, step by step, but where a docstring says otherwise; Σ tokens ≤ budget and
+scheduled ⊆ running; a request that is accepted ends, and one that could never end is refused when it is added; the cost
+of a step doesn't grow with the number of waiting requests. No tensor, no clock, no randomness: an engine, a simulator
+and a test drive it alike.
 Leaves out: speculative decoding, asynchronous scheduling (planning one step ahead), encoder inputs, structured output,
 LoRA, pooling, KV connectors, the watermark, streaming input.
 
@@ -342,7 +343,7 @@ class Scheduler:
         So the first in that order is preempted by nobody else, gets on, and ends; then the next does.
 
         The id is the tie-breaker of the queue, and must be one here: of two requests with one priority and one arrival
-        time each could else push the other out, in turns, for ever. (vLLM leaves it out, and takes the first of equals.)
+        time each could else push the other out, in turns, for ever. (vLLM leaves it out: the first of equals.)
         """
         if self.config.policy == "fcfs":
             return self.running.pop()
@@ -414,12 +415,12 @@ def check_invariants(scheduler: Scheduler, output: SchedulerOutput | None = None
     if output is not None:
         used, limit = sum(output.num_scheduled_tokens.values()), config.max_num_batched_tokens
         assert used == output.total_num_scheduled_tokens <= limit, f"{used} tokens are scheduled, the budget is {limit}"
-        assert [r.request_id for r in output.scheduled_requests] == list(output.num_scheduled_tokens), "requests and counts are in another order"
+        assert [r.request_id for r in output.scheduled_requests] == list(output.num_scheduled_tokens), "two orders"
         assert output.num_scheduled_tokens.keys() <= running_ids, "someone is scheduled but not running"
         assert min(output.num_scheduled_tokens.values(), default=1) >= 1, "someone is scheduled without a token"
 
 
-if __name__ == "__main__":       # the opening's example: budget 8, A has ten prompt tokens and B, who comes later, three
+if __name__ == "__main__":       # the opening's example: budget 8, A has ten prompt tokens, B, who comes later, three
     from request import SamplingParams
     demo = Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32), KVCacheManager(16, 4))
     demo.add_request(Request("A", range(10), SamplingParams(max_tokens=3)))
@@ -427,7 +428,8 @@ if __name__ == "__main__":       # the opening's example: budget 8, A has ten pr
         if step == 1:
             demo.add_request(Request("B", range(50, 53), SamplingParams(max_tokens=2)))
         plan = demo.schedule()
-        pieces = [f"{i} {plan.num_computed_tokens[i]}→{plan.num_computed_tokens[i] + n}" for i, n in plan.num_scheduled_tokens.items()]
-        ended = demo.update_from_output(plan, dict.fromkeys(plan.num_scheduled_tokens, 7))      # whatever the model says
+        before = plan.num_computed_tokens
+        pieces = [f"{i} {before[i]}→{before[i] + n}" for i, n in plan.num_scheduled_tokens.items()]
+        ended = demo.update_from_output(plan, dict.fromkeys(plan.num_scheduled_tokens, 7))      # the model says 7
         print(f"step {step}   {', '.join(pieces) or 'nothing to do':20}budget {'█' * plan.total_num_scheduled_tokens:8}"
               f" {plan.total_num_scheduled_tokens}/8   {', '.join(r.request_id + ' ends' for r in ended)}")

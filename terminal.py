@@ -4,6 +4,7 @@ Promises  nothing that a model or a prompt holds is executed by a terminal: each
           escape. What takes longer than two seconds says so.
 Order     1 visible.  2 WordWrap: text as it comes, wrapped.  3 Typist: reading a message.  4 Patience: long waits.
 """
+import contextlib
 import os
 import re
 import shutil
@@ -183,3 +184,16 @@ def _write_stderr(text):
         os.write(sys.stderr.fileno(), text.encode(sys.stderr.encoding or "utf-8", "replace"))
     except (OSError, ValueError, AttributeError):            # closed, or no file: then nobody is looking
         pass
+
+
+@contextlib.contextmanager
+def progress(total, wanted):
+    """A line on stderr that counts finished requests, if it is wanted and somebody is looking."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("requests", total=total)
+        yield lambda: bar.advance(task)

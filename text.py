@@ -2,9 +2,9 @@
 
 Mirrors   vLLM: v1/engine/detokenizer.py:69 BaseIncrementalDetokenizer, v1/engine/detokenizer.py:310 check_stop_strings
 Promises  prompt and text read on: the text is what the output adds to the decode of the prompt's ids, in whole
-          characters, cut at the stop string that is complete first. A token costs the same however long the text is, but for a copy of it.
-          One exception: where a tokenizer falls back to bytes, decode() spoils a whole run for one wrong byte in it;
-          here the characters that came before the wrong byte, and have been shown, stay.
+          characters, cut at the stop string that is complete first. A token costs the same however long the text is,
+          but for a copy of it. One exception: where a tokenizer falls back to bytes, decode() spoils a whole run for
+          one wrong byte in it; here the characters that came before the wrong byte, and have been shown, stay.
 Order     1 TextCodec: the files of a checkpoint's tokenizer.  2 DecodeStream: ids to characters.  3 StopStrings.
           4 Detokenizer: one request's text; `python text.py` shows it at work.  Chat templates: chat_template.py.
 """

@@ -331,7 +331,7 @@ def make_executor(folder, dtype, device, attention_backend, tensor_parallel_size
     return TensorParallelExecutor(folder, dtype, device, attention_backend, tensor_parallel_size)
 
 
-if __name__ == "__main__":       # three tokens of a prompt on one rank and on two: half of the matrices, the same logits
+if __name__ == "__main__":       # three tokens on one rank and on two: half of the matrices, the same logits
     from engine_args import EMBEDDED_MODEL
     ids, lens = torch.tensor([300, 301, 302]), torch.tensor([3]).int()
     batch = ForwardBatch(ids, torch.arange(3), torch.arange(8, 11), torch.tensor([0, 3]).int(), lens,

@@ -5,8 +5,8 @@
     3 static batch several requests side by side, padded to one length, until the longest is done (chapter 1)
     4 paged        KV in blocks, tokens in a ragged batch, who is done makes room at once         (chapters 4, 5)
 
-Each is complete: prompts in, greedy ids out, the same ids from all four. `python chapters/ladder.py` runs them in turn on
-the embedded model, one thread, warmed, and shows tokens a second side by side.
+Each is complete: prompts in, greedy ids out, the same ids from all four. `python chapters/ladder.py` runs them in turn
+on the embedded model, one thread, warmed, and shows tokens a second side by side.
 """
 import argparse
 import pathlib
@@ -129,7 +129,7 @@ RUNGS = {"1 stateless": stateless, "2 KV cache": cached, "3 static batch": stati
 
 
 @torch.inference_mode()
-def climb(prompts, lengths, turns=3):
+def climb(prompts, lengths, turns=2):
     """{rung: (ids, tokens a second)}: one thread, each rung once to warm up, then in turns; the best turn counts."""
     torch.set_num_threads(1)
     model, result, seconds = load_model(EMBEDDED_MODEL, torch.float32, attention_backend="torch"), {}, {}
@@ -153,12 +153,14 @@ def main(argv=None):
     draw = lambda low, high: int(torch.randint(low, high, (1,), generator=generator))
     prompts = [torch.randint(0, 2000, (draw(20, 120),), generator=generator).tolist() for _ in range(args.requests)]
     lengths = [draw(4, 49) for _ in prompts]
-    print(f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, answers of {min(lengths)} to "
-          f"{max(lengths)}, {sum(lengths)} in all; one thread (some 20 seconds)", flush=True)
+    sizes = [len(prompt) for prompt in prompts]
+    print(f"{len(prompts)} prompts of {min(sizes)} to {max(sizes)} tokens, answers of {min(lengths)} to "
+          f"{max(lengths)}, {sum(lengths)} in all; one thread; each rung runs {args.turns + 1} times", flush=True)
     rungs = climb(prompts, lengths, args.turns)
     first = next(iter(rungs.values()))
+    fastest = max(speed for _, speed in rungs.values())
     for name, (ids, speed) in rungs.items():
-        print(f"  {name:16}{speed:8.0f} tokens/s  {'█' * max(round(40 * speed / max(s for _, s in rungs.values())), 1):40}"
+        print(f"  {name:16}{speed:8.0f} tokens/s  {'█' * max(round(40 * speed / fastest), 1):40}"
               f"  {speed / first[1]:5.1f}x   {'the same ids' if ids == first[0] else 'OTHER IDS'}")
     return 0 if all(ids == first[0] for ids, _ in rungs.values()) else 1
 

@@ -1,8 +1,8 @@
 """An engine for many callers at once (chapter 3): the step loop in a thread of its own, callers in asyncio.
 
 Mirrors   vLLM: v1/engine/async_llm.py:72 AsyncLLM, v1/engine/output_processor.py:45 RequestOutputCollector
-Promises  a caller that leaves, or is cancelled, frees its blocks within a step. A caller that reads slowly costs one slot
-          and delays nobody. A step that fails reaches everybody who waits, with what was generated so far.
+Promises  a caller that leaves, or is cancelled, frees its blocks within a step. A caller that reads slowly costs one
+          slot and delays nobody. A step that fails reaches everybody who waits, with what was generated so far.
 Leaves out a process of its own for the engine (vLLM's EngineCore behind ZMQ): here the callers' Python and the engine's
           take turns in one interpreter, and only the operators of PyTorch run beside it.
 Order     1 Slot: where the outputs of one request wait.  2 AsyncLLMEngine.
@@ -77,9 +77,9 @@ class AsyncLLMEngine:
 
     async def generate(self, prompt, sampling_params=None, request_id=None, priority=0):
         """The outputs of one prompt as they come: RequestOutputs, with sampling_params.n > 1 of each answer its own. To
-        leave the loop, or to be cancelled, aborts the request. Raises RequestRefused (a ValueError) if the request can't
-        run, RuntimeError if the engine has ended; a step that failed shows as an output with finish_reason "error".
-        vLLM: v1/engine/async_llm.py:544 AsyncLLM.generate"""
+        leave the loop, or to be cancelled, aborts the request. Raises RequestRefused (a ValueError) if the request
+        can't run, RuntimeError if the engine has ended; a step that failed shows as an output with finish_reason
+        "error". vLLM: v1/engine/async_llm.py:544 AsyncLLM.generate"""
         slot = await self.add(prompt, sampling_params, request_id, priority)
         finished = False
         try:
@@ -96,7 +96,8 @@ class AsyncLLMEngine:
     async def add(self, prompt, sampling_params=None, request_id=None, priority=0):
         """Hand a prompt over  →  its Slot, once the engine has taken it. request_id: None takes one that is free."""
         loop = asyncio.get_running_loop()
-        slot, taken = Slot(f"async-{next(self.numbers)}" if request_id is None else request_id, loop), loop.create_future()
+        request_id = f"async-{next(self.numbers)}" if request_id is None else request_id
+        slot, taken = Slot(request_id, loop), loop.create_future()
 
         def add():
             try:
@@ -166,7 +167,7 @@ class AsyncLLMEngine:
                 pass
             try:
                 outputs = self.engine.step()
-            except Exception:                    # everybody's output says why; who comes next meets it in a step of its own
+            except Exception:                    # everybody's output says why; who comes next meets it in its own step
                 outputs = self.engine.take_results()
             self._hand_out(outputs)
         self.dead = "it was shut down"
@@ -182,7 +183,8 @@ class AsyncLLMEngine:
 
     def shutdown(self, timeout=60):
         """End the engine after the step that runs; whoever still waits gets what it has, with "abort". Twice does no
-        harm. RuntimeError if the thread doesn't end in `timeout` seconds.  vLLM: v1/engine/async_llm.py:262 AsyncLLM.shutdown"""
+        harm. RuntimeError if the thread doesn't end in `timeout` seconds.
+        vLLM: v1/engine/async_llm.py:262 AsyncLLM.shutdown"""
         self.inbox.put(None)
         self.thread.join(timeout)
         if self.thread.is_alive():
