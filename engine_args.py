@@ -94,7 +94,8 @@ def check(f, value):
     if value is None and f.default is None:
         return None
     if kind is bool or kind is str:
-        good = isinstance(value, kind) or f.name in ("model", "dtype")     # a Path, a torch.dtype: who reads them checks
+        good = (isinstance(value, kind) or f.name == "model" and isinstance(value, Path)
+                or f.name == "dtype")            # a torch.dtype: who reads it checks
         what = "True or False" if kind is bool else "text"
     else:
         value = whole(value)

@@ -100,3 +100,9 @@ def test_the_id_of_a_request_is_a_text():
     while engine.has_unfinished_requests():
         (output,) = engine.step()
     assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("value", [5, None, b"x", ["a"]])
+def test_a_model_is_a_text_or_a_path(value):
+    with pytest.raises(ValueError, match="--model"):
+        EngineArgs(value)
