@@ -12,6 +12,8 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,13 +43,17 @@ FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-sig
 
 
 def compiler():
-    """The C compiler's path. On Linux gcc before cc: its OpenMP is the one that PyTorch brings along, so both share one
+    """The C compiler's path, and what $CC gives it to begin with ("ccache gcc", "gcc -m64"). On Linux gcc before cc: its OpenMP is the one that PyTorch brings along, so both share one
     set of threads, where clang's would start a second one."""
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "cc", "clang"]
-    for name in names:
+    given = os.environ.get("CC", "").strip()
+    try:                                         # one path with blanks in it, or a command with arguments
+        commands = [[given] if shutil.which(given) else shlex.split(given)] if given else [["gcc"], ["cc"], ["clang"]]
+    except ValueError as error:
+        raise NotAvailable(f"CC={given!r} is no command: {error}") from None
+    for name, *arguments in commands:
         if path := shutil.which(name):
-            return path
-    raise NotAvailable(f"no C compiler ({' or '.join(names)})")
+            return [path, *arguments]
+    raise NotAvailable(f"no C compiler ({given or 'gcc or cc or clang'})")
 
 
 def thread_flags(macros):
@@ -68,11 +74,15 @@ def run(*command):
 
 
 def cache_folder():
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("NANO_SERVE_CACHE") or home / "nano-serve")
+    if folder := os.environ.get("NANO_SERVE_CACHE"):
+        return Path(folder)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nano-serve"
+    except RuntimeError as error:                # no HOME, and a user that the system doesn't know: in containers
+        raise NotAvailable("no home folder to keep the compiled kernels in; NANO_SERVE_CACHE names another") from error
 
 
-def build(dtype, head_size, G):
+def build(dtype, head_size, G, anew=False):
     """The library for a dtype, head size and number of query heads a KV head; compiled unless it is there  →  its path.
 
     Its name is a digest of all that it depends on: source, flags, and the compiler's own macros, which tell its version
@@ -81,21 +91,21 @@ def build(dtype, head_size, G):
     copy stays, and each of them is good.
     """
     cc = compiler()
-    arm = os.uname().machine in ("arm64", "aarch64")
+    arm = platform.machine() in ("arm64", "aarch64")
     flags = ["-mcpu=native" if arm else "-march=native", *FLAGS, f"-DD={head_size}", f"-DG={G}"]
     flags += ["-DBF16"] if dtype == torch.bfloat16 else []
-    macros = run(cc, *flags, "-E", "-dM", "-x", "c", os.devnull)
+    macros = run(*cc, *flags, "-E", "-dM", "-x", "c", os.devnull)
     ways = thread_flags(macros)
     digest = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes() + repr((cc, flags, ways)).encode() + macros)
     path = cache_folder() / f"cpu_kernels-{digest.hexdigest()[:16]}.so"
-    if path.exists():
-        return path
     try:
+        if path.exists() and not anew:
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             for i, threads in enumerate(ways):
                 try:
-                    run(cc, *flags, *threads, f"-I{HEADER.parent}", str(SOURCE), "-o", f"{folder}/library.so", "-lm")
+                    run(*cc, *flags, *threads, f"-I{HEADER.parent}", str(SOURCE), "-o", f"{folder}/library.so", "-lm")
                     break
                 except NotAvailable:
                     if i == len(ways) - 1:
@@ -104,6 +114,19 @@ def build(dtype, head_size, G):
     except OSError as error:
         raise NotAvailable(f"{path.parent}, set by NANO_SERVE_CACHE, can't be written: {error.strerror}") from error
     return path
+
+
+def load(dtype, head_size, G):
+    """The library itself. A file of its name that is none (a disk was full, somebody's hand) is made anew, once."""
+    for anew in False, True:
+        try:
+            c = ctypes.CDLL(str(build(dtype, head_size, G, anew).absolute()))    # after torch: its OpenMP is then c's, too
+            for name, (result, *arguments) in SIGNATURES.items():
+                getattr(c, name).restype, getattr(c, name).argtypes = result, arguments
+            return c
+        except (OSError, AttributeError) as error:
+            reason = error
+    raise NotAvailable(f"what was compiled can't be loaded: {reason}")
 
 
 # -- 2. The operations ------------------------------------------------------------------------------------------------
@@ -151,9 +174,7 @@ def backend(dtype, head_size, G):
     if head_size % 2 or head_size > MAX_HEAD_SIZE or G > MAX_G:
         raise NotAvailable(f"it knows even head sizes up to {MAX_HEAD_SIZE} and up to {MAX_G} query heads a KV head, "
                            f"not {head_size} and {G}")
-    c = ctypes.CDLL(str(build(dtype, head_size, G)))     # after torch: its OpenMP is then this library's, too
-    for name, (result, *arguments) in SIGNATURES.items():
-        getattr(c, name).restype, getattr(c, name).argtypes = result, arguments
+    c = load(dtype, head_size, G)
     keep_memory()
     left_is_wider = c.left_size() > dtype.itemsize
 

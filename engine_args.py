@@ -12,6 +12,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from request import show, whole
+
 EMBEDDED_MODEL = str(Path(__file__).resolve().parent / "models" / "tiny-llama3")
 
 
@@ -94,18 +96,18 @@ def check(f, value):
     if value is None and f.default is None:
         return None
     if kind is bool or kind is str:
-        good = isinstance(value, kind) or f.name in ("model", "dtype")     # a Path, a torch.dtype: checked later
+        good = (isinstance(value, kind) or f.name == "model" and isinstance(value, Path)
+                or f.name == "dtype")            # a torch.dtype: who reads it checks
         what = "True or False" if kind is bool else "text"
     else:
-        whole = hasattr(value, "__index__") and not isinstance(value, bool)
-        good = whole or kind is float and isinstance(value, float)
-        value = value.__index__() if whole and kind is int else value
+        value = whole(value)
+        good = isinstance(value, int) and not isinstance(value, bool) or kind is float and isinstance(value, float)
         what = "a whole number" if kind is int else "a number"
         if low is not None:
-            good = good and low <= value <= high
+            good = good and bool(low <= value <= high)
             what += f" of at least {low}" if high == math.inf else f" from {low} to {high}"
     if choices:
         good, what = good and value in choices, "one of " + ", ".join(choices)
     if not good:
-        raise ValueError(f"{flag(f.name)} must be {what}, got {value!r:.80}")
+        raise ValueError(f"{flag(f.name)} must be {what}, got {show(value)}")
     return value

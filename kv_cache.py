@@ -337,8 +337,8 @@ class KVCacheManager:
         self.num_cached_blocks[request.request_id] = num_full
 
     def free(self, request: Request, forget: bool = False) -> None:
-        """Let go of all blocks of a request that ended or is preempted; without blocks, do nothing. forget: what it has
-        written is wrong (NaN), so that nobody may find it; what it hit is others' work, and stays cached.
+        """Let go of all blocks of a request that ended or is preempted; without blocks, do nothing. forget: its K/V are
+        wrong (NaN), so nobody may find them; what it hit leaves the cache too, unless a neighbour still holds it.
 
         In reverse: the tail of a sequence is worth least (a hit needs everything before it), so the tail must be reused
         first and the head, perhaps a system prompt that everybody shares, last.
@@ -347,8 +347,9 @@ class KVCacheManager:
         blocks = [self.block_pool.blocks[i] for i in self.req_to_block_ids.pop(request.request_id, ())]
         num_cached = self.num_cached_blocks.pop(request.request_id, 0)
         num_hits = self.num_hit_blocks.pop(request.request_id, 0)
-        for block in blocks[num_hits:] if forget else ():
-            self.block_pool.uncache_block(block)
+        for i, block in enumerate(blocks if forget else ()):
+            if i >= num_hits or block.ref_cnt == 1:
+                self.block_pool.uncache_block(block)
         self.block_pool.free_blocks(reversed(blocks))
         # Preempted in a step that had already scheduled it? That step was to fill these blocks: they are cached, and
         # now nobody will write them. Nobody has hit them yet, as a step that preempts admits no one, so it is in time

@@ -37,14 +37,12 @@ from engine_args import EMBEDDED_MODEL, EngineArgs
 from kv_cache import KVCache, KVCacheManager
 from model import ForwardBatch
 from processor import CHAT_OPTIONS, InputProcessor, OutputProcessor, as_list
-from request import RequestOutput, RequestRefused, SamplingParams
+from request import RequestOutput, RequestRefused, SamplingParams, show
 from sampling import sample, top_logprobs, why_no_token
 from scheduler import Scheduler, SchedulerConfig, check_invariants
 from terminal import progress
 from text import TextCodec
 from worker import WorkerError, interrupts_wait, make_executor
-
-
 
 
 # -- 1. The engine ----------------------------------------------------------------------------------------------------
@@ -119,17 +117,22 @@ class LLMEngine:
         vLLM: v1/engine/llm_engine.py:218 LLMEngine.add_request"""
         if self.closed:
             raise RuntimeError("this engine is closed; make a new one")
+        if not isinstance(request_id, str):      # the queue by priority compares them
+            raise TypeError(f"request_id must be a text, got {show(request_id, 40)}")
         if request_id in self.outputs.children:
             raise RequestRefused(f"request id {request_id!r} is already in use by a request that has not ended")
         arrival_time = self.clock() if arrival_time is None else arrival_time
+        lives = self.inputs.process(request_id, prompt, params, arrival_time, priority)
         try:
-            for live in self.inputs.process(request_id, prompt, params, arrival_time, priority):
-                self.scheduler.add_request(live.request)
-                self.outputs.add(live)
+            with interrupts_wait():              # the scheduler and the front end know it, or neither does
+                for live in lives:
+                    self.scheduler.add_request(live.request)
+                    self.outputs.add(live)
         except BaseException:                    # the queue is full behind the third of four: none of them is kept
             self.abort_request(request_id)
             raise
 
+    @interrupts_wait()
     def abort_request(self, request_id):
         """End a request, all n of it, wherever it is  →  outputs with what it has; [] for unknown and finished ids.
         From another thread, or from a destructor in the middle of a step, too: the step is run to its end first."""
@@ -151,8 +154,8 @@ class LLMEngine:
         end, and their outputs say why. In both cases the exception is raised, and the outputs are there for
         `take_results`, or else come with the next step."""
         with interrupts_wait(), cpu_threads(self._threads):
-            self._in_step = True
             try:
+                self._in_step = True
                 if self.scheduler.has_unfinished_requests():
                     self._run_step()
             except BaseException as error:
@@ -211,8 +214,8 @@ class LLMEngine:
         """The scheduler counts a step's tokens, and caches the blocks they fill, before the step runs. If
         it then doesn't run to its end, those blocks hold nothing: no request may go on, and no lookup may find them.
         What a request has so far comes back."""
-        self._results += self.outputs.end(list(self.outputs.live), "error", reason, self.clock())
-        self.scheduler.kv_cache_manager.reset_prefix_cache()
+        self.scheduler.start_over()
+        self._results += self.outputs.end_all("error", reason, self.clock())
 
     def _logprobs(self, logits, ends, sampled):
         """{request id: [(token id, logprob, rank)]} for those who asked; the others cost nothing."""
@@ -235,7 +238,7 @@ class LLMEngine:
             raise RuntimeError("another thread is in the middle of a step; an engine is closed between steps")
         if not self.closed:
             self.closed = True
-            self._results += self.outputs.end(list(self.outputs.live), "abort", "the engine was closed", self.clock())
+            self._results += self.outputs.end_all("abort", "the engine was closed", self.clock())
             self.executor.close()
 
 
@@ -366,7 +369,7 @@ class LLM:
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters and "
                              f"{len(priorities)} priorities")
         default = self.get_default_sampling_params()
-        return self._stream(list(zip(prompts, [p or default for p in params], priorities)))
+        return self._stream(list(zip(prompts, [default if p is None else p for p in params], priorities)))
 
     def _stream(self, todo):
         if self.engine.closed:
@@ -416,14 +419,15 @@ class LLM:
         limit = scheduler.config.max_num_waiting or math.inf
         while todo and (seats := limit - len(scheduler.waiting)) > 0:
             index, (prompt, params, priority) = todo[0]
-            if seats < params.n <= limit:
+            if isinstance(n := getattr(params, "n", None), int) and seats < n <= limit:
                 return
             todo.popleft()
             request_id, self._next_id = str(self._next_id), self._next_id + 1
+            ours[request_id] = index             # before: Ctrl-C may come as soon as it is added
             try:
                 self.engine.add_request(request_id, prompt, params, priority=priority)
-                ours[request_id] = index
             except (RequestRefused, RuntimeError) as refusal:
+                del ours[request_id]
                 yield index, RequestOutput.ended(request_id, "error", 0, prompt, str(refusal))
 
     def chat(self, messages, sampling_params=None, use_tqdm=False, **template):
@@ -432,9 +436,8 @@ class LLM:
         TextCodec.apply_chat_template."""
         if unknown := template.keys() - set(CHAT_OPTIONS):
             raise TypeError(f"chat has no option {min(unknown)!r}; it has {', '.join(CHAT_OPTIONS)}")
-        if isinstance(messages, dict):
-            messages = [messages]
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        many = isinstance(messages, (list, tuple)) and not (messages and isinstance(messages[0], dict))
+        conversations = messages if many else [[messages] if isinstance(messages, dict) else messages]
         return self.generate([{"messages": m, **template} for m in conversations], sampling_params, use_tqdm)
 
     def close(self):

@@ -9,9 +9,10 @@ Order     1 InputProcessor.  2 OutputProcessor.
 import dataclasses
 import random
 from dataclasses import dataclass
+from numbers import Real
 
 from request import (CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, RequestRefused, SamplingParams,
-                     bad_words_token_ids)
+                     bad_words_token_ids, show, whole)
 from sampling import prompt_logprobs
 from text import DecodeStream, Detokenizer
 
@@ -44,6 +45,8 @@ class InputProcessor:
     def process(self, request_id, prompt, params, arrival_time, priority):
         """One prompt  →  its params.n LiveRequests; they share the prompt's KV blocks, as any equal prompts do. Raises
         RequestRefused (a ValueError)."""
+        if not isinstance(params, (SamplingParams, type(None))):
+            raise RequestRefused(f"sampling parameters must be a SamplingParams, got {show(params)}")
         # Checked once more: a field may have been set since. And the caller may set it later, so this is a copy.
         try:
             params = dataclasses.replace(params or SamplingParams())
@@ -54,8 +57,8 @@ class InputProcessor:
         banned = bad_words_token_ids(params.bad_words, lambda word: self.codec.encode(word, add_special_tokens=False))
         self._check_params(params, banned)
         for name, value in (("priority", priority), ("arrival_time", arrival_time)):
-            if not isinstance(value, (int, float)) or value != value:
-                raise RequestRefused(f"{name} must be a number, got {value!r:.40}")
+            if not isinstance(value, Real) or value != value:
+                raise RequestRefused(f"{name} must be a number, got {show(value, 40)}")
         ids = [request_id] if params.n == 1 else [f"{j}_{request_id}" for j in range(params.n)]
         return [LiveRequest(Request(child, token_ids, self._params_of(params, j), arrival_time, priority,
                                     self.eos_token_ids, cache_salt, banned),
@@ -83,13 +86,13 @@ class InputProcessor:
         given = prompt.keys() & forms
         if len(given) != 1 or not isinstance(prompt[min(given)], forms[min(given)]):
             raise RequestRefused("a prompt is a text, a list of token ids, or a dict with just one of prompt (text), "
-                                 f"prompt_token_ids, messages (lists), not {prompt!r:.80}")
+                                 f"prompt_token_ids, messages (lists), not {show(prompt)}")
         template = {k: v for k, v in prompt.items() if k in CHAT_OPTIONS} if "messages" in given else {}
         if unknown := prompt.keys() - given - template.keys() - {"cache_salt"}:
-            raise RequestRefused(f"a prompt with {min(given)} has no {min(map(str, unknown))!r}")
+            raise RequestRefused(f"a prompt with {min(given)} has no {min(map(show, unknown))}")
         salt = prompt.get("cache_salt")
         if salt is not None and not (isinstance(salt, str) and salt):
-            raise RequestRefused(f"cache_salt must be a text that is not empty, got {salt!r:.40}")
+            raise RequestRefused(f"cache_salt must be a text that is not empty, got {show(salt, 40)}")
         if "prompt_token_ids" in given:
             return None, prompt["prompt_token_ids"], salt
         if "prompt" in given:
@@ -100,7 +103,7 @@ class InputProcessor:
     def _check_ids(self, what, ids):
         for i in ids:
             if type(i) is not int or not 0 <= i < self.config.vocab_size:
-                raise RequestRefused(f"{what} {i!r:.40} is not in the vocabulary, 0 to {self.config.vocab_size - 1}")
+                raise RequestRefused(f"{what} {show(i, 40)} is not in the vocabulary, 0 to {self.config.vocab_size - 1}")
 
     def _check_params(self, params, banned):
         """What SamplingParams can't know: the vocabulary, and this engine's limits."""
@@ -118,13 +121,13 @@ def as_list_of_ids(ids):
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     if not isinstance(ids, (list, tuple)):
         return ids
-    return [i.__index__() if hasattr(i, "__index__") and not isinstance(i, bool) else i for i in ids]
+    return [whole(i) for i in ids]
 
 
 def as_list(prompts):
     """One prompt, of which a list of token ids is one, as a list of one."""
     prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    many = isinstance(prompts, (list, tuple)) and not (prompts and hasattr(prompts[0], "__index__"))
+    many = isinstance(prompts, (list, tuple)) and not (prompts and isinstance(whole(prompts[0]), int))
     return list(prompts) if many else [prompts]
 
 
@@ -207,8 +210,15 @@ class OutputProcessor:
         return RequestOutput(live.parent, live.prompt, request.prompt_token_ids, [answer], finished,
                              RequestMetrics(request), error, request.prompt_logprobs)
 
+    def end_all(self, finish_reason, error, now):
+        """End everybody who lives  →  their outputs, with what they have and why they get no more."""
+        self.children = {}                       # anew: a step that broke off may have left them half done
+        for live in self.live.values():
+            self.children.setdefault(live.parent, []).append(live.request.request_id)
+        return self.end(list(self.live), finish_reason, error, now)
+
     def end(self, request_ids, finish_reason, error, now):
-        """End these requests  →  their outputs, with what they have and why they get no more."""
+        """End these requests  →  their outputs."""
         outputs = []
         for live in [self.live[request_id] for request_id in request_ids]:
             self.finish_request(live.request.request_id, finish_reason)

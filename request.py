@@ -184,7 +184,7 @@ class SamplingParams:
             if value is not None or not optional:
                 setattr(self, name, _checked(name, kind, value, low, high))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+            raise ValueError(f"min_tokens {show(self.min_tokens)} is above max_tokens {self.max_tokens}")
         if self.stop and not self.detokenize:
             raise ValueError("stop strings are looked for in the text, which detokenize=False leaves out; "
                              "stop_token_ids work without")
@@ -207,22 +207,22 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for i in getattr(self, name) or ():
                 if i >= vocab_size:
-                    raise RequestRefused(f"{name}: id {i!r:.40} is not in the vocabulary, 0 to {vocab_size - 1}")
+                    raise RequestRefused(f"{name}: id {show(i, 40)} is not in the vocabulary, 0 to {vocab_size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) > vocab_size:
-                raise RequestRefused(f"{name} = {getattr(self, name)} is more than the vocabulary, {vocab_size}")
+                raise RequestRefused(f"{name} = {show(getattr(self, name), 40)} is more than the vocabulary, {vocab_size}")
         possible = set(range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids)
         possible -= {ids[0] for ids in bad_words_token_ids if len(ids) == 1}
         if not possible:
             raise RequestRefused("allowed_token_ids and bad_words leave no token that could come")
         if self.min_tokens and not possible - set(self.stop_token_ids) - set(() if self.ignore_eos else eos_token_ids):
-            raise RequestRefused(f"min_tokens = {self.min_tokens} holds back every stop token and end of sequence, and "
+            raise RequestRefused(f"min_tokens = {show(self.min_tokens, 40)} holds back every stop token and end of sequence, and "
                                  "stop_token_ids, allowed_token_ids and bad_words leave no other token that could come")
 
 
 def _checked(name, kind, value, low, high):
     """One field's value as Python has it (a NumPy int as int), or ValueError with its limits."""
-    refuse = lambda what: ValueError(f"{name} must be {what}, got {value!r:.80}")
+    refuse = lambda what: ValueError(f"{name} must be {what}, got {show(value)}")
     if kind is bool:
         if not isinstance(value, bool):          # "false" would count as true
             raise refuse("true or false")
@@ -233,7 +233,7 @@ def _checked(name, kind, value, low, high):
         key = lambda i: int(i) if isinstance(i, str) and i.isascii() and i.isdigit() else i      # JSON's keys are text
         cut = lambda v: min(100.0, max(-100.0, v)) if isinstance(v, Real) and v == v else v      # infinities, too
         return {_checked(f"{name}: a token id", int, key(i), 0, NO_END):
-                _checked(f"{name}[{i}]", float, cut(v), low, high) for i, v in value.items()}
+                _checked(f"{name}[{show(i)}]", float, cut(v), low, high) for i, v in value.items()}
     if isinstance(kind, list):
         if not isinstance(value, (list, tuple)):
             raise refuse("a list")
@@ -265,6 +265,26 @@ def bad_words_token_ids(bad_words, encode):
         if spaced[0] != plain[0] and len(spaced) == len(plain):
             sequences.append(spaced)
     return sequences
+
+
+def whole(value):
+    """Python's integer for another's (NumPy's, a tensor that is one number), else the value itself: an array, too, has
+    __index__, whatever it holds."""
+    if isinstance(value, (int, str, dict)) or getattr(value, "shape", ()):
+        return value
+    try:
+        return value.__index__()
+    except (AttributeError, TypeError):
+        return value
+
+
+def show(value, width=80):
+    """What a message says of a value that is refused: its repr, cut. Of an integer of more than 4,300 digits Python
+    writes none."""
+    try:
+        return repr(value)[:width]
+    except Exception as error:
+        return f"<{type(value).__name__}: {error}>"[:width]
 
 
 # -- 3. Its times -----------------------------------------------------------------------------------------------------

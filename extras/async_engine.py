@@ -39,15 +39,12 @@ class Slot:
         """From the engine's thread: an output, or an exception, which is the last that comes."""
         with self.lock:
             key = None if isinstance(output, BaseException) else output.outputs[0].index
-            if key in self.outputs and key is not None:
-                output.outputs[0].delta = self.outputs[key].outputs[0].delta + output.outputs[0].delta
+            unread = self.outputs.pop(key, None)             # out and in again: the one that came last stands last
+            if unread is not None and key is not None:
+                output.outputs[0].delta = unread.outputs[0].delta + output.outputs[0].delta
             self.outputs[key] = output
-            wake = len(self.outputs) == 1
-        if wake:
-            try:
-                self.loop.call_soon_threadsafe(self.ready.set)
-            except RuntimeError:                 # the reader's event loop is gone, and with it the reader
-                pass
+        call_soon(self.loop, self.ready.set)
+
 
     async def take(self):
         """The outputs that wait, at least one, in the order in which their answers came."""
@@ -56,6 +53,19 @@ class Slot:
             outputs, self.outputs = list(self.outputs.values()), {}
             self.ready.clear()
         return outputs
+
+
+def call_soon(loop, function):
+    """Have `loop` call it, from any thread. A loop that is closed has no readers left, and nothing is to be done."""
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        pass
+
+
+def answer_to(loop, future, result, error):
+    """From any thread: a future's result or exception, unless who waited for it was cancelled."""
+    call_soon(loop, lambda: future.done() or (future.set_exception(error) if error else future.set_result(result)))
 
 
 # -- 2. The engine ----------------------------------------------------------------------------------------------------
@@ -91,7 +101,7 @@ class AsyncLLMEngine:
                     yield output
         finally:
             if not finished:
-                self.abort(slot.request_id)
+                self._abort(slot)
 
     async def add(self, prompt, sampling_params=None, request_id=None, priority=0):
         """Hand a prompt over  →  its Slot, once the engine has taken it. request_id: None takes one that is free."""
@@ -103,16 +113,14 @@ class AsyncLLMEngine:
             try:
                 self.engine.add_request(slot.request_id, prompt, sampling_params, priority=priority)
                 self.slots[slot.request_id] = slot
-                answer, error = slot, None
+                answer_to(loop, taken, slot, None)
             except Exception as refusal:
-                answer, error = None, refusal
-            slot.loop.call_soon_threadsafe(lambda: taken.cancelled() or (
-                taken.set_exception(error) if error else taken.set_result(answer)))
+                answer_to(loop, taken, None, refusal)
         self._send(add)
         try:
             return await taken
         except asyncio.CancelledError:           # left before it was let in
-            self.abort(slot.request_id)
+            self._abort(slot)
             raise
 
     def abort(self, request_id):
@@ -126,16 +134,24 @@ class AsyncLLMEngine:
         if self.dead is None:
             self.inbox.put(abort)
 
+    def _abort(self, slot):
+        """End the request of this slot, if it runs: by now its id may be that of somebody else's request."""
+        def abort():
+            if self.slots.get(slot.request_id) is slot:
+                del self.slots[slot.request_id]
+                self.engine.abort_request(slot.request_id)
+        if self.dead is None:
+            self.inbox.put(abort)
+
     async def call(self, function):
         """Run function(engine) between two steps, in the engine's thread  →  what it returns."""
         answer, loop = asyncio.get_running_loop().create_future(), asyncio.get_running_loop()
 
         def run():
             try:
-                result = function(self.engine)
-                loop.call_soon_threadsafe(lambda: answer.cancelled() or answer.set_result(result))
+                answer_to(loop, answer, function(self.engine), None)
             except Exception as error:
-                loop.call_soon_threadsafe(lambda error=error: answer.cancelled() or answer.set_exception(error))
+                answer_to(loop, answer, None, error)
         self._send(run)
         return await answer
 
@@ -170,8 +186,8 @@ class AsyncLLMEngine:
             except Exception:                    # everybody's output says why; who comes next meets it in its own step
                 outputs = self.engine.take_results()
             self._hand_out(outputs)
+        self.engine.close()                      # first: who sees `dead` runs left-over commands in a thread of its own
         self.dead = "it was shut down"
-        self.engine.close()
         self._hand_out(self.engine.take_results())
         self._drain()
 

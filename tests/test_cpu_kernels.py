@@ -314,6 +314,47 @@ def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
         cpu_kernels.build(torch.float32, 8, 1)
 
 
+@pytest.mark.parametrize("content", [b"", b"garbage" * 1000])
+def test_a_library_that_is_none_is_made_anew(empty_cache, content):
+    """In its place an empty file, or another's."""
+    path = cpu_kernels.build(torch.float32, 8, 1)
+    size = path.stat().st_size
+    path.write_bytes(content)
+    assert cpu_kernels.backend.__wrapped__(torch.float32, 8, 1).name == "cpu"
+    assert path.stat().st_size == size
+
+
+def test_what_stands_in_the_librarys_place_for_good(empty_cache):
+    """A folder, which no file replaces: not available, for a reason."""
+    path = cpu_kernels.build(torch.float32, 8, 1)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(cpu_kernels.NotAvailable, match="NANO_SERVE_CACHE"):
+        cpu_kernels.backend.__wrapped__(torch.float32, 8, 1)
+
+
+@pytest.mark.parametrize("command", ["cc -m64", " cc ", "env cc", "{folder}/a c compiler"])
+def test_cc_may_be_a_command(empty_cache, monkeypatch, tmp_path, command):
+    script(tmp_path / "a c compiler", 'exec cc "$@"')
+    monkeypatch.setenv("CC", command.format(folder=tmp_path).replace("-m64", "-m64" if X86 else "-g"))
+    assert cpu_kernels.build(torch.float32, 8, 1).exists()
+
+
+@pytest.mark.parametrize("command", ["true", "'", "nonsense -O2", "{folder}"])
+def test_cc_that_is_no_compiler(empty_cache, monkeypatch, tmp_path, command):
+    monkeypatch.setenv("CC", command.format(folder=tmp_path))
+    with pytest.raises(cpu_kernels.NotAvailable):
+        cpu_kernels.backend.__wrapped__(torch.float32, 8, 1)
+
+
+def test_nobody_has_a_home_in_a_container(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "NANO_SERVE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)    # as for a user id that /etc/passwd doesn't have
+    with pytest.raises(cpu_kernels.NotAvailable, match="NANO_SERVE_CACHE"):
+        cpu_kernels.backend.__wrapped__(torch.float32, 8, 1)
+
+
 def test_a_compiler_without_openmp(empty_cache, monkeypatch, tmp_path):
     """One thread, and the same results."""
     monkeypatch.setenv("CC", script(tmp_path / "cc", """
@@ -334,7 +375,7 @@ def test_clang(dtype, empty_cache, monkeypatch):
 
 def test_one_openmp():
     """Two of them would each keep threads of its own, which wait for work by spinning."""
-    if not pathlib.Path("/proc/self/maps").exists() or "gcc" not in cpu_kernels.compiler():
+    if not pathlib.Path("/proc/self/maps").exists() or "gcc" not in cpu_kernels.compiler()[0]:
         pytest.skip("needs Linux and gcc")
     ops_for()
     libraries = {line.split()[-1] for line in open("/proc/self/maps") if re.search(r"lib(g|i|)omp", line)}
