@@ -63,12 +63,13 @@ from show import LineChart, Timeline, phases  # noqa: E402
 from simulator import SimulatedEngine  # noqa: E402
 
 PROMPT = SYSTEM + QUESTION
-BUDGET = 8192        # tokens a step, as in the ledger's account: the whole prompt fits. Prefix caching, chapter 5's, is off
+BUDGET = 8192        # tokens a step, as in the ledger's account, so that the whole prompt fits into one
 BIG = Ledger()                                                               # Llama-3-70B, 8 H100s, FP16
 TINY = Ledger(ModelShape.from_config(EMBEDDED_MODEL), tp=1, dtype_bytes=4)   # fp32 on one rank
 
 
 def engine_here(**options):
+    """An LLM with the embedded model, as all cells want it but for what they say."""
     return LLM(**{"enable_prefix_caching": False, "max_num_batched_tokens": BUDGET, **options})
 
 
@@ -82,7 +83,7 @@ def live(llm, prompt, max_tokens=OUTPUT):
 
 
 # What the cells below compute: prompts of 2,050 tokens and steps, first with --tp ranks, then with one; simulations.
-PROMPTS, STEPS, PROMPTS_OF_ONE, STEPS_OF_ONE = 4, OUTPUT, 11, 1500
+PROMPTS, STEPS, PROMPTS_OF_ONE, STEPS_OF_ONE = 4, OUTPUT, 12, 2000
 
 
 def forecast(tp, begun):
@@ -96,6 +97,7 @@ def forecast(tp, begun):
     begin = time.perf_counter()
     simulated_curve((16,))
     simulation = time.perf_counter() - begin
+    # A long prompt's attention costs more than its share of tokens; a step of several requests more than a lone decode.
     prefill, step = records[0].duration * PROMPT / probe, statistics.median(r.duration for r in records[1:])
     crowd = max(1.0, tp / os.cpu_count())            # ranks on one core take turns
     ranks = begun * crowd * (tp > 1) + PROMPTS * prefill + STEPS * step * crowd
@@ -115,10 +117,10 @@ if __name__ == "__main__":
     page.doing(T("timing a short piece, to say how long all of it will take"))
     prompt, seconds = forecast(page.args.tp, time.perf_counter() - page.begin)
     page.start(T("Chapter 1, walked through: from one forward to continuous generation"), seconds)
-    page.say("""Read it beside the article's first chapter, whose section numbers it has. "here" is the tiny Llama-3 that
-        comes with the project, on this machine's CPU, measured as you watch. "70B" is Llama-3-70B on 8 H100s: its bytes
-        and FLOPs are exact, its times are estimates of chapters/tools/ledger.py, marked ~. Pictures speak in letters,
-        explained below each; --save DIR writes them as SVG.""")
+    page.say("""Read it beside the article's first chapter, whose section numbers it has. "here" is the tiny Llama-3
+        that comes with the project, on this machine's CPU, measured as you watch. "70B" is Llama-3-70B on 8 H100s: its
+        bytes and FLOPs are exact, its times are estimates of chapters/tools/ledger.py, marked ~. Pictures speak in
+        letters, explained below each; --save DIR writes them as SVG.""")
 
 # %% [markdown]
 """
@@ -165,7 +167,7 @@ def nothing_kept(llm, prompt, n):
 # %%
 if __name__ == "__main__":
     page.section(1, T("From one forward to continuous generation"))
-    page.doing("serving the request on {tp} ranks", tp=page.args.tp)
+    page.doing(Sentence("serving the request, TP={tp}", tp=page.args.tp))
     with engine_here(tensor_parallel_size=page.args.tp) as llm:
         codec, eos = llm.engine.codec, llm.engine.config.eos_token_ids
         live(llm, prompt, 1)                                              # a warm-up
@@ -204,9 +206,9 @@ if __name__ == "__main__":
 """
 ## 2. Prefill and decode: two workloads · 两种完全不同的 GPU Workload
 
-The shapes of both, what they cost, and what happens when they meet: a long prefill makes decodes wait (2.2), many decodes
-leave a prefill little of the budget (2.3). From here on one rank: eight ranks on two cores take turns, and their times
-would be the operating system's.
+The shapes of both, what they cost, and what happens when they meet: a long prefill makes decodes wait (2.2), many
+decodes leave a prefill little of the budget (2.3). From here on one rank: eight ranks on two cores take turns, and
+their times would be the operating system's.
 
 两者的 shape、代价，以及相遇时的互相影响：长 Prefill 让 Decode 等待（2.2），Decode 太多又挤压 Prefill（2.3）。从这里起只用
 一个 rank：八个 rank 在两个核上轮流执行，测到的会是操作系统的时间。
@@ -256,7 +258,8 @@ if __name__ == "__main__":
         own history, and only its last position becomes logits. The columns are the first step, the second, and the one
         after {decodes} decodes, in which a newcomer's prompt of {question} tokens is computed, too. There the first
         request reads {first} positions, its prompt's and {answer} of its answer; the newcomer's {question} make that
-        {read}.""", decodes=DECODES, question=QUESTION, first=read - QUESTION, answer=read - QUESTION - PROMPT, read=read)
+        {read}.""", decodes=DECODES, question=QUESTION, first=read - QUESTION, answer=read - QUESTION - PROMPT,
+             read=read)
 
 # %%
 if __name__ == "__main__":
@@ -302,8 +305,8 @@ def collide(engine, prompt, others=4, head_start=12, tokens=48):
 
 
 def collisions(prompt, rounds=2):
-    """{(where, how): what `collide` found}: the prompt in one piece and in chunks, here and on the 70B. Here both engines
-    are warmed and take turns; of each the round counts whose worst gap is smallest, the least disturbed one."""
+    """{(where, how): what `collide` found}: the prompt in one piece and in chunks, here and on the 70B. Here both
+    engines are warmed and take turns; of each the round counts whose worst gap is smallest, the least disturbed one."""
     found = {("70B", how): collide(SimulatedEngine(BIG, SchedulerConfig(**LIMITS, **options),
                                                    enable_prefix_caching=False), prompt)
              for how, options in WAYS.items()}
@@ -316,10 +319,10 @@ def collisions(prompt, rounds=2):
 # %%
 if __name__ == "__main__":
     found, names = collisions(prompt), T({"whole": "whole", "chunked": "chunked"})
-    page.say("""Both use the same hardware. Below, four requests are decoding when a prompt of {n} tokens arrives. Computed
-        in one step, it makes everybody wait. In chunks of at most {chunk} (chunked prefill, 分块预填充) it makes several
-        steps a little longer, and its own first token may come later. ITL (inter-token latency) is the gap between two
-        tokens of a request, TTFT the time to its first.""", n=PROMPT, chunk=CHUNK)
+    page.say("""Both use the same hardware. Below, four requests are decoding when a prompt of {n} tokens arrives.
+        Computed in one step, it makes everybody wait. In chunks of at most {chunk} (chunked prefill, 分块预填充) it makes
+        several steps a little longer, and its own first token may come later. ITL (inter-token latency) is the gap
+        between two tokens of a request, TTFT the time to its first.""", n=PROMPT, chunk=CHUNK)
     for where in ("here", "70B"):
         itls = {say(names[how]): [1e3 * gap for gap in found[where, how]["itls"]] for how in WAYS}
         title = say("ITL of a decoding request as the long prompt arrives, {where}", where=say(where))
@@ -338,8 +341,8 @@ if __name__ == "__main__":
 # %% 2.3 Many decodes squeeze a prefill
 
 def squeeze(decodes, budget=CHUNK):
-    """`decodes` requests are decoding when the running example's prompt arrives. Returns (budget they leave it in a step,
-    steps it takes, seconds to its first token), of the real scheduler on the ledger's clock."""
+    """`decodes` requests are decoding when the running example's prompt arrives. Returns (budget they leave it in a
+    step, steps it takes, seconds to its first token), of the real scheduler on the ledger's clock."""
     engine = SimulatedEngine(BIG, SchedulerConfig(budget, budget, 8192), enable_prefix_caching=False)
     for i in range(decodes):
         engine.add_request(f"{i}", [0] * 16, greedy(OUTPUT))
@@ -422,20 +425,20 @@ if __name__ == "__main__":
     page.doing(T("simulating the batch sizes"))
     simulated = simulated_curve()
     page.say("""The running example from 1 to {most} clients, each of which sends its next request when the last is
-        answered, through the engine's own scheduler on the ledger's clock. TPOT is a request's mean time per token after
-        the first; P99 is what 99 of 100 stay below; times are in ms. All start at once, so the worst TTFT is the first
-        wave's last: with a budget of {budget} tokens a step takes in {fit} prompts at most. The prefix cache is off, so
-        each request computes its whole prompt. SLO (service level objective, 服务等级目标): P99 TTFT {ttft}, TPOT
+        answered, through the engine's own scheduler on the ledger's clock. TPOT is a request's mean time per token
+        after the first; P99 is what 99 of 100 stay below; times are in ms. All start at once, so the worst TTFT is the
+        first wave's last: with a budget of {budget} tokens a step takes in {fit} prompts at most. The prefix cache is
+        off, so each request computes its whole prompt. SLO (service level objective, 服务等级目标): P99 TTFT {ttft}, TPOT
         {tpot}.""", most=BATCHES[-1], budget=BUDGET, fit=BUDGET // PROMPT, **SLO)
     show_curve(Sentence("70B on 8 H100s, simulated"), simulated, "ch01_batch_curve")
     good, last = [r for r in simulated if r["batch"] in sweep.feasible(simulated, SLO)], simulated[-1]
     best = good[-1] if good else simulated[0]
     if good:
         ratio = {name: last[key] / best[key] for name, key in {**KEYS, "ttft": "p50_ttft_ms"}.items()}
-        page.say("""It cuts the curve at batch {batch}: {speed:,.0f} tokens/s. Batch {last} has {throughput:.1f} times the
-            throughput, {latency:.1f} times the latency (mean E2E, the chart's second line), and, as a newcomer's prefill
-            shares its steps with so many decodes, {ttft:.1f} times the median TTFT. What a server is built for is the
-            best point within the SLO, not the largest batch.""", batch=best["batch"], last=last["batch"],
+        page.say("""It cuts the curve at batch {batch}: {speed:,.0f} tokens/s. Batch {last} has {throughput:.1f} times
+        the throughput, {latency:.1f} times the latency (mean E2E, the chart's second line), and, as a newcomer's
+        prefill shares its steps with so many decodes, {ttft:.1f} times the median TTFT. What a server is built for is
+        the best point within the SLO, not the largest batch.""", batch=best["batch"], last=last["batch"],
                  speed=best["output_throughput"], **ratio)
 
 # %%
@@ -447,8 +450,11 @@ if __name__ == "__main__":
                                                                 "latency, article>", "simulated>"]), rows)
     page.say("""The article draws a schematic curve, to show its form; it names no model and no hardware. Its throughput
         is at {theirs} % where it ends, at batch {batch}. The 70B, simulated, has reached {ours:.0f} % of its largest
-        there and grows on: on such hardware saturation comes later. Its latency hardly rises at first.""",
-             batch=rows[-1][0], theirs=ARTICLE["throughput"][-1], ours=shares["throughput"][len(rows) - 1])
+        there and grows on: on such hardware saturation comes later. And its latency there is {lat:.1f} times that of
+        batch 1, not {article:.1f} times.""",
+             batch=rows[-1][0], lat=shares["latency"][len(rows) - 1] / shares["latency"][0],
+             article=ARTICLE["latency"][-1] / ARTICLE["latency"][0], theirs=ARTICLE["throughput"][-1],
+             ours=shares["throughput"][len(rows) - 1])
     page.doing(T("measuring the batch sizes"))
     show_curve(Sentence("the tiny model here, measured"), measured_curve(prompt), "ch01_batch_curve_here")
 
@@ -466,17 +472,18 @@ if __name__ == "__main__":
     page.doing(T("simulating a burst"))
     seats, clients, rows = best["batch"], 4 * best["batch"], []
     for what, limits in ((Sentence("let all run"), {}),
-                         (Sentence("--max-num-seqs {n}, the rest queues", n=seats), {"max_num_seqs": seats}),
-                         (Sentence("--max-num-waiting {n}, too: the rest is refused", n=seats),
+                         (Sentence("let {n} run, the rest waits", n=seats), {"max_num_seqs": seats}),
+                         (Sentence("let {n} wait, refuse the rest", n=seats),
                           {"max_num_seqs": seats, "max_num_waiting": seats})):
         f, refused = burst(clients, **limits)
         kept = all(f[f"p99_{name}_ms"] <= limit for name, limit in SLO.items())
         rows.append((what, f["completed"], len(refused), *[f"~{f[f'p99_{of}_ms']:,.0f}" for of in ("tpot", "ttft")],
                      Sentence("kept") if kept else Sentence("broken")))
-    page.say("""Now {clients} clients send their request in the same moment, {times} times what keeps the SLO. The engine
-        can let them all run, let them wait, or refuse: that is admission control (准入控制). To have too many run breaks
+    page.say("""Now {clients} clients send their request in the same moment, {times} times what keeps the SLO. The
+        engine can let them all run, let {n} run (--max-num-seqs) while the rest waits, or let only as many wait
+        (--max-num-waiting) and refuse the rest: that is admission control (准入控制). To have too many run breaks
         the TPOT of all; to let them wait breaks the TTFT of the last. Who is refused knows at once, and can go to
-        another replica.""", clients=clients, times=clients // seats)
+        another replica.""", clients=clients, times=clients // seats, n=seats)
     page.table(Sentence("Too many at once: the 70B, in ms"),
                T(["", "answered>", "refused>", "P99 TPOT>", "P99 TTFT>", "SLO"]), rows, "ch01_admission")
     page.say("What the refused are told: “{words}”", words=cut(refused[0], 200))
@@ -587,8 +594,8 @@ def continuous_batching(llm, jobs):
 
 
 def both_ways(jobs, rounds=3):
-    """{how: Run}: on one engine, with its threads, a first round to warm up, then taking turns. Of each the round counts
-    that was the median. Returns also the number of threads."""
+    """{how: Run}: on one engine, with its threads, a first round to warm up, then taking turns. Of each the round
+    counts that was the median. Returns also the number of threads."""
     runs = {"static": [], "continuous": []}
     with engine_here(max_num_seqs=SEATS, max_num_batched_tokens=2048) as llm:
         with cpu_threads(llm.engine._threads):              # the engine's own step does the same
@@ -607,9 +614,9 @@ if __name__ == "__main__":
     jobs = make_jobs(prompt)
     runs, threads = both_ways(jobs)
     same = runs["static"].tokens == runs["continuous"].tokens
-    page.say("""{n} requests, {seats} seats. A letter is a request, a capital its prefill, a dot the seat of a request that
-        has ended, computed for nobody; the padding of short prompts hides in the capitals and is counted in the table.
-        First the traditional way, a batch at a time; then the engine's. {same}""", n=len(jobs), seats=SEATS,
+    page.say("""{n} requests, {seats} seats. A letter is a request, a capital its prefill, a dot the seat of a request
+        that has ended, computed for nobody; the padding of short prompts hides in the capitals and is counted in the
+        table. First the traditional way, a batch at a time; then the engine's. {same}""", n=len(jobs), seats=SEATS,
              same=Sentence("Both give the same text.") if same else Sentence("The texts differ!"))
     WAYS_TO_BATCH = T({"static": "static (静态)", "continuous": "continuous (连续)"})
     for how, run in runs.items():
@@ -626,13 +633,14 @@ if __name__ == "__main__":
     page.table(Sentence("Static against continuous batching"), T(["", "steps>", "tokens computed>", "for nobody>",
                "mean answer, s>", "tokens/s here>", "70B>"]), rows, "ch01_batching")
     here, big = [figures["continuous"][key] / figures["static"][key] for key in ("tokens/s", "70B")]
-    page.say("""Both ran on one engine with {threads} thread(s), warmed up, taking turns; the median of three rounds. The
-        engine also keeps records and makes text of the tokens, and has {here:.1f} times the throughput (70B: ~{big:.1f}
-        times). The static loop wastes the padding of short prompts and the seats of those who have ended.""",
+    page.say("""Both ran on one engine with {threads} thread(s), warmed up, taking turns; the median of three rounds.
+        The engine also keeps records and makes text of the tokens, and has {here:.1f} times the throughput (70B:
+        ~{big:.1f} times). The static loop wastes the padding of short prompts and the seats of those who have
+        ended.""",
              threads=threads, here=here, big=big)
     sets, (least, most), mixed = runs["continuous"].changes()
-    page.say("""The three changes, in the figures of the continuous run. From static to dynamic: {sets} different sets of
-        active requests in {steps} steps. From stateless to stateful: {least} to {most} tokens of KV held. From one
+    page.say("""The three changes, in the figures of the continuous run. From static to dynamic: {sets} different sets
+        of active requests in {steps} steps. From stateless to stateful: {least} to {most} tokens of KV held. From one
         workload to a mixture: {mixed} steps that prefill for one request while others decode.""",
              sets=sets, steps=figures["continuous"]["steps"], least=least, most=most, mixed=mixed)
 
@@ -648,12 +656,13 @@ def at_once(tokens):
     return n
 
 
-def fill_pool(up_front, n=16, seed=3):
+def fill_pool(up_front, n=16, seed=0):
     """n requests of QUESTION tokens, whose answers end when they end. Returns their run's figures and StepRecords."""
-    rng, lengths = random.Random(seed), []
-    lengths = [min(8 + int(rng.expovariate(1 / 50)), MOST) for _ in range(n)]
+    rng = random.Random(seed)
+    lengths = [min(8 + int(rng.expovariate(1 / 80)), MOST) for _ in range(n)]
     seats = at_once(QUESTION + MOST if up_front else QUESTION)
-    engine = SimulatedEngine(BIG, SchedulerConfig(seats, BUDGET, QUESTION + MOST), POOL + 1, enable_prefix_caching=False)
+    config = SchedulerConfig(seats, BUDGET, QUESTION + MOST)
+    engine = SimulatedEngine(BIG, config, POOL + 1, enable_prefix_caching=False)
     for i, length in enumerate(lengths):
         engine.add_request(f"req-{i}", [0] * QUESTION, greedy(length))
     while engine.has_unfinished_requests():
@@ -667,26 +676,29 @@ def fill_pool(up_front, n=16, seed=3):
 
 # %%
 if __name__ == "__main__":
-    rows, kept = [], {}
+    rows, kept, f = [], {}, None
     for what, up_front in ((Sentence("reserved up front"), True), (Sentence("block by block"), False)):
-        f, kept[up_front] = fill_pool(up_front)
-        rows.append((what, f["seats"], f"{f['used']:.0%}", f["steps"], f["preempted"], f["again"], ms(f["seconds"], True)))
-    page.say("""A pool of {pool} blocks; requests of {question} tokens, whose answers may have up to {most} and mostly end
-        far earlier. Memory that is given out once must be enough for the longest. Given out block by block as a request
-        grows, it holds more requests. But they all grow, and nobody keeps a block back: once none is free, the request
-        that was admitted last gives up all of its blocks (preemption, 抢占), waits, and computes its tokens again
+        first, (f, kept[up_front]) = f, fill_pool(up_front)
+        rows.append((what, f["seats"], f"{f['used']:.0%}", f["steps"], f["preempted"], f["again"],
+                     ms(f["seconds"], True)))
+    page.say("""A pool of {pool} blocks; requests of {question} tokens, whose answers may have up to {most} and mostly
+        end far earlier. Memory that is given out once must be enough for the longest. Given out block by block as a
+        request grows, it holds more requests. But they all grow, and nobody keeps a block back: once none is free, the
+        request that was admitted last gives up all of its blocks (preemption, 抢占), waits, and computes its tokens again
         (recompute, 重计算).""", pool=POOL, question=QUESTION, most=MOST)
     page.table(Sentence("The same requests in the same pool, the 70B"), T(["", "let in>", "pool in use>", "steps>",
                "preempted>", "tokens again>", "ms>"]), rows, "ch01_memory")
     page.say("The second run, step by step:")
     page.show(Timeline(kept[False]), "ch01_preemption")
-    page.say("The work done twice is the price, and it is small beside what the fuller pool gains.")
+    page.say("The {again} tokens computed twice are the price. With it the run took {share:.0%} of the other's time.",
+             again=f["again"], share=f["seconds"] / first["seconds"])
 
 # %% [markdown]
 """
 ## 5. The reading map · 阅读地图
 
-Four questions, the files that answer them here, and the two constraints that cut across: models change, hardware changes.
+Four questions, the files that answer them here, and the two constraints that cut across: models change, hardware
+changes.
 
 四个问题、回答它们的文件，以及两个横切约束：模型在变、硬件在变。
 """
@@ -717,8 +729,8 @@ def elsewhere():
 
 if __name__ == "__main__":
     page.section(5, T("The reading map"))
-    page.table(Sentence("Four questions, and two constraints that cut across them"), T(["question", "chapters", "where"]),
-               [(say(question), chapters, where) for question, chapters, where in MAP])
+    page.table(Sentence("Four questions, and two constraints that cut across them"),
+               T(["question", "chapters", "where"]), [(say(question), chapters, where) for question, chapters, where in MAP])
     page.say("What the constraints mean: the same request, with another model or on other hardware.")
     page.table(Sentence("The same request elsewhere"),
                T(["", "KiB a token>", "GB a GPU>", "prefill ms>", "decode ms>", "at once>"]),
@@ -740,23 +752,22 @@ if __name__ == "__main__":
     page.say("""The two base quantities (算一笔账). Weights: {parameters:,} parameters x {n} bytes = {weights:.1f} GB,
         {share:.1f} GB on each of {tp} GPUs. KV of a token: 2 (K and V) x {layers} layers x {heads} KV heads x {d} x {n}
         bytes = {kv:,} bytes = {kib} KiB, {kib_gpu} KiB a GPU.""", parameters=BIG.num_parameters, n=BIG.dtype_bytes,
-             weights=BIG.weight_bytes / 1e9, share=BIG.weight_bytes_per_gpu / 1e9, tp=BIG.tp, layers=m.num_hidden_layers,
+             weights=BIG.weight_bytes / 1e9, share=BIG.weight_bytes_per_gpu / 1e9, tp=BIG.tp,
+             layers=m.num_hidden_layers,
              heads=m.num_key_value_heads, d=m.head_dim, kv=kv, kib=kv // 1024, kib_gpu=kv_gpu // 1024)
     page.table(Sentence("Llama-3-70B, FP16, 8 x H100 80GB, TP=8"), T(["", "value>", "how"]),
                ledger.account(BIG, say), "ch01_account")
     held = [row[-1] for row in life]
-    page.say("""The request of section 1 kept the same books: {prompt} blocks after the prompt, {end} at the end, {steps}
-        steps. Only a token's share differs: {bytes:,} bytes, in fp32.""", prompt=held[chunks], end=max(held),
+    page.say("""The request of section 1 kept the same books: {prompt} blocks after the prompt, {end} at the end,
+        {steps} steps. Only a token's share differs: {bytes:,} bytes, in fp32.""", prompt=held[chunks], end=max(held),
              steps=len(records), bytes=TINY.kv_bytes_per_token)
 
 # %%
 if __name__ == "__main__":
     page.end(
         Sentence("--tp 4: fewer ranks; are the tokens and the blocks the same?"),
-        Sentence("python chapters/tools/sweep.py --no-enable-prefix-caching --slo ttft:{ttft} tpot:20: only the limit of "
-                 "TPOT is another; where does it cut now?", ttft=SLO["ttft"]),
-        Sentence("In this file, BUDGET = 1024: how many chunks has the prompt in section 1, and what becomes of the worst "
-                 "TTFT in section 3?"),
+        Sentence("python chapters/tools/sweep.py --no-enable-prefix-caching --slo ttft:{ttft} tpot:20: only the limit "
+                 "of TPOT is another; where does it cut now?", ttft=SLO["ttft"]),
         Sentence("In this file, CHUNK = 64, then 1024: who pays, the newcomer or the others?"),
         Sentence("In this file, SEATS = 8: the static loop takes fewer steps; does its waste shrink, and why not?"),
         Sentence("In this file, POOL = 128: who is preempted now? From which size on nobody?"),

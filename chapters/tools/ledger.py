@@ -294,7 +294,7 @@ def intensity(ledger, work):
 
 
 def account(ledger, say=Say("en")):
-    """The example's account as [(what, value, how)]; what is estimated has a "~" and says so.  say: in which language."""
+    """The example's account as [(what, value, how)]; what is estimated has a "~" and says so."""
     m, hw, size, MiB = ledger.model, ledger.hardware, ledger.block_size, 1 << 20
     prompt, total, hits = SYSTEM + QUESTION, SYSTEM + QUESTION + OUTPUT, SYSTEM // size
     kv, left = ledger.kv_bytes_per_token, prompt - hits * size

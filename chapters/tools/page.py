@@ -78,9 +78,9 @@ class Page:
 
     # -- progress ------------------------------------------------------------------------------------------------------
 
-    def doing(self, what, **values):
+    def doing(self, what):
         """what: a template, or a Sentence; said with the seconds so far once nothing has been printed for a while."""
-        self.what = Sentence(what, **values) if values else what
+        self.what = what
 
     def _keep_company(self):
         """To stderr, so that a page that is written to a file holds the page alone."""
