@@ -269,8 +269,9 @@ if __name__ == "__main__":
             (T("here"), T("prefill"), here, (0, PROMPT), prefill_seconds), ("70B", "prefill", BIG, (0, PROMPT), None),
             ("here", T("decode"), here, (PROMPT, 1), decode_seconds), ("70B", "decode", BIG, (PROMPT, 1), None)):
         w = workload(one, chunk, measured)
-        rows.append((f"{say(where)}, {say(what)}", ms(w["seconds"], measured is None), si(w["flops"], "FLOP"),
-                     si(w["bytes"], "B"), f"{w['intensity']:.1f}", *[f"{share:.1%}" for share in w["shares"]]))
+        rows.append((say("{where}, {what}", where=say(where), what=say(what)), ms(w["seconds"], measured is None),
+                     si(w["flops"], "FLOP"), si(w["bytes"], "B"), f"{w['intensity']:.1f}",
+                     *[f"{share:.1%}" for share in w["shares"]]))
     page.table(Sentence("The matrix products of a step at {n} tokens (70B: on each GPU)", n=PROMPT),
                T(["", "ms>", "FLOPs>", "moved>", "FLOP/byte>", "of peak>", "of bandwidth>"]), rows,
                "ch01_workloads")
@@ -332,7 +333,8 @@ if __name__ == "__main__":
     for where, how in ((where, how) for where in ("here", "70B") for how in WAYS):
         f = found[where, how]
         times = statistics.median(f["itls"]), max(f["itls"]), f["ttft"]
-        rows.append((f"{say(where)}, {say(names[how])}", *[ms(t, where == "70B") for t in times]))
+        rows.append((say("{where}, {what}", where=say(where), what=say(names[how])),
+                     *[ms(t, where == "70B") for t in times]))
     page.table(Sentence("The price of a long prefill, in ms"),
                T(["", "others' median ITL>", "others' worst ITL>", "newcomer's TTFT>"]), rows, "ch01_collision")
     page.say("The chunked run, step by step:")
@@ -730,7 +732,8 @@ def elsewhere():
 if __name__ == "__main__":
     page.section(5, T("The reading map"))
     page.table(Sentence("Four questions, and two constraints that cut across them"),
-               T(["question", "chapters", "where"]), [(say(question), chapters, where) for question, chapters, where in MAP])
+               T(["question", "chapters", "where"]),
+               [(say(question), chapters, where) for question, chapters, where in MAP])
     page.say("What the constraints mean: the same request, with another model or on other hardware.")
     page.table(Sentence("The same request elsewhere"),
                T(["", "KiB a token>", "GB a GPU>", "prefill ms>", "decode ms>", "at once>"]),

@@ -3,6 +3,7 @@ ZH = {
     "Chapter 1, walked through: from one forward to continuous generation": "第 1 章导读：从一次 Forward 到持续生成",
     "timing a short piece, to say how long all of it will take": "先测一小段，估计全程需要多久",
     "computing": "正在计算", "serving the request, TP={tp}": "正在服务这个请求，TP={tp}", "here": "本机", "": "",
+    "{where}, {what}": "{where}，{what}",
     """Read it beside the article's first chapter, whose section numbers it has. "here" is the tiny Llama-3 that comes
     with the project, on this machine's CPU, measured as you watch. "70B" is Llama-3-70B on 8 H100s: its bytes and FLOPs
     are exact, its times are estimates of chapters/tools/ledger.py, marked ~. Pictures speak in letters, explained below
@@ -23,9 +24,9 @@ ZH = {
     "MiB, 70B>": "70B MiB>",
     "queued (排队)": "排队", "prefill": "prefill", "prefill, chunk {i}": "prefill 第 {i} 块", "decode {i}": "第 {i} 步 decode",
     "decode {i}-{j}, each": "第 {i}-{j} 步 decode，每步", "finished": "结束",
-    """What stays between two steps is the KV cache: the keys and values of all tokens so far, in blocks of {size} tokens.
-    It grows as the answer does, and nobody knows how far. (The last token was never fed in, so it has no K and V.)""":
-        """跨越 step 保留下来的是 KV Cache：到目前为止所有 token 的 K 和 V，按每块 {size} 个 token 存放。它随回答一起增长，
+    """What stays between two steps is the KV cache: the keys and values of all tokens so far, in blocks of {size}
+    tokens. It grows as the answer does, and nobody knows how far. (The last token was never fed in, so it has no K and
+    V.)""": """跨越 step 保留下来的是 KV Cache：到目前为止所有 token 的 K 和 V，按每块 {size} 个 token 存放。它随回答一起增长，
         事先没有人知道会长到多大。（最后一个 token 不再作为输入，所以没有 K 和 V。）""",
     "The model did not say EOS.": "模型没有说 EOS。",
     "The model said EOS as token {n}: there it would have stopped, and nobody could have known before.":
@@ -33,10 +34,10 @@ ZH = {
     "Here the limit ended it, because this run ignores EOS. {said} It wrote: “{text}”":
         "这次运行忽略 EOS，所以由长度上限来结束。{said}它写的是：“{text}”",
     "the same two come out": "得到的是同样的两个", "other tokens come out": "得到的 token 不同",
-    """Traditional serving makes a batch, one forward, an answer, and forgets. The next token then costs the whole sequence
-    again. Tried for two tokens ({same}): {again} ms each, where a decode took {decode} ms. All {M} would compute {all:,}
-    tokens instead of {used:,}. So the state is not a nuisance: it is what makes generation affordable.""":
-        """传统 Serving 是组 Batch、一次 Forward、返回结果，然后什么也不留。这样生成下一个 token 就要把整个序列重算一遍。
+    """Traditional serving makes a batch, one forward, an answer, and forgets. The next token then costs the whole
+    sequence again. Tried for two tokens ({same}): {again} ms each, where a decode took {decode} ms. All {M} would
+    compute {all:,} tokens instead of {used:,}. So the state is not a nuisance: it is what makes generation
+    affordable.""": """传统 Serving 是组 Batch、一次 Forward、返回结果，然后什么也不留。这样生成下一个 token 就要把整个序列重算一遍。
         实际试了两个 token（{same}）：每个 {again} ms，而一步 decode 只要 {decode} ms。生成全部 {M} 个要计算 {all:,} 个
         token，而不是 {used:,} 个。所以这份状态不是累赘：正是它让持续生成负担得起。""",
 
@@ -47,11 +48,11 @@ ZH = {
     "Three real steps": "三个真实的 step", "decode": "decode", "decode + prefill": "decode + prefill",
     "input_ids": "input_ids", "Q": "Q", "K": "K", "V": "V", "KV slots written": "写入的 KV 槽位",
     "KV positions read": "读取的 KV 位置", "logits": "logits",
-    """Q is [N, H, d], K and V are [N, Hkv, d]. A decode is a prefill with N = 1; and as the last column shows, the engine
-    has no phases at all. It lays the tokens of all requests end to end, each request reads its own history, and only its
-    last position becomes logits. The columns are the first step, the second, and the one after {decodes} decodes, in
-    which a newcomer's prompt of {question} tokens is computed, too. There the first request reads {first} positions, its
-    prompt's and {answer} of its answer; the newcomer's {question} make that {read}.""":
+    """Q is [N, H, d], K and V are [N, Hkv, d]. A decode is a prefill with N = 1; and as the last column shows, the
+    engine has no phases at all. It lays the tokens of all requests end to end, each request reads its own history, and
+    only its last position becomes logits. The columns are the first step, the second, and the one after {decodes}
+    decodes, in which a newcomer's prompt of {question} tokens is computed, too. There the first request reads {first}
+    positions, its prompt's and {answer} of its answer; the newcomer's {question} make that {read}.""":
         """Q 是 [N, H, d]，K 和 V 是 [N, Hkv, d]。Decode 就是 N = 1 的 Prefill；从最后一列可以看到，引擎里其实不分阶段：
         所有请求的 token 首尾相接排成一批，每个请求读自己的历史 KV，只有最后一个位置得到 logits。三列分别是第 1 步、第 2 步，
         以及 {decodes} 步 decode 之后的那一步：这时新来了一个 {question} token 的 prompt，同一步里一起计算。其中第一个请求读
@@ -59,14 +60,14 @@ ZH = {
     "The matrix products of a step at {n} tokens (70B: on each GPU)": "{n} 个 token 处一步的矩阵乘法（70B：每卡）",
     "FLOPs>": "计算量>", "moved>": "访存量>", "FLOP/byte>": "FLOP/字节>", "of peak>": "占算力峰值>", "of bandwidth>": "占带宽>",
     """FLOP/byte is the intensity (计算强度). While it fetches one byte, an H100 could compute {ridge:.0f} FLOPs (this
-    machine, as measured: {ours:.1f}). Prefill uses each weight for {n} tokens and lies above: compute-bound. Decode uses
-    it for one and lies below: memory-bound. The tiny model's decode is near neither limit here. Its {weights} of weights
-    are too small a job: much of the time goes to starting many small operations.""":
+    machine, as measured: {ours:.1f}). Prefill uses each weight for {n} tokens and lies above: compute-bound. Decode
+    uses it for one and lies below: memory-bound. The tiny model's decode is near neither limit here. Its {weights} of
+    weights are too small a job: much of the time goes to starting many small operations.""":
         """FLOP/字节就是计算强度。每读一个字节的时间里，H100 能做 {ridge:.0f} 次浮点运算（本机实测：{ours:.1f}）。Prefill
         每读一次权重用于 {n} 个 token，高于这个拐点：Compute-Bound。Decode 只用于一个 token，低于拐点：Memory-Bound。
         小模型在本机的 decode 两个上限都没有接近：{weights} 的权重太小，不少时间花在启动许多小算子上。""",
-    """Both use the same hardware. Below, four requests are decoding when a prompt of {n} tokens arrives. Computed in one
-    step, it makes everybody wait. In chunks of at most {chunk} (chunked prefill, 分块预填充) it makes several steps a
+    """Both use the same hardware. Below, four requests are decoding when a prompt of {n} tokens arrives. Computed in
+    one step, it makes everybody wait. In chunks of at most {chunk} (chunked prefill, 分块预填充) it makes several steps a
     little longer, and its own first token may come later. ITL (inter-token latency) is the gap between two tokens of a
     request, TTFT the time to its first.""":
         """两者竞争同一组硬件。下面有四个请求正在 decode，这时来了一个 {n} token 的 prompt。若在一步里算完，所有人都要等它；
@@ -84,8 +85,8 @@ ZH = {
         70B：""",
     "Decodes squeeze a prefill (挤压 Prefill)": "Decode 挤压 Prefill", "requests decoding>": "decode 请求数>",
     "budget left>": "剩余预算>", "steps for the prompt>": "prompt 所需步数>", "newcomer's TTFT, ms>": "新请求 TTFT，ms>",
-    """With {n} of them the first token comes {times:.0f} times as late as with none, though no step computes more tokens.
-    A larger budget would give the prompt more of each step, and make each decode wait longer.""":
+    """With {n} of them the first token comes {times:.0f} times as late as with none, though no step computes more
+    tokens. A larger budget would give the prompt more of each step, and make each decode wait longer.""":
         """有 {n} 个 decode 请求时，首个 token 的等待是没有它们时的 {times:.0f} 倍，尽管每一步计算的 token 并没有变多。调大
         预算，prompt 每步能分到更多，但每次 decode 也要等得更久。""",
 
@@ -108,10 +109,10 @@ ZH = {
     "Batch size, throughput and latency: {title}": "Batch Size 对吞吐和延迟的影响：{title}",
     "throughput (吞吐)": "吞吐", "latency of a request (单请求延迟)": "单请求延迟", "batch size": "Batch Size",
     "% of the largest": "占最大值的 %", "within the SLO": "SLO 之内",
-    """It cuts the curve at batch {batch}: {speed:,.0f} tokens/s. Batch {last} has {throughput:.1f} times the throughput,
-    {latency:.1f} times the latency (mean E2E, the chart's second line), and, as a newcomer's prefill shares its steps
-    with so many decodes, {ttft:.1f} times the median TTFT. What a server is built for is the best point within the SLO,
-    not the largest batch.""":
+    """It cuts the curve at batch {batch}: {speed:,.0f} tokens/s. Batch {last} has {throughput:.1f} times the
+    throughput, {latency:.1f} times the latency (mean E2E, the chart's second line), and, as a newcomer's prefill
+    shares its steps with so many decodes, {ttft:.1f} times the median TTFT. What a server is built for is the best
+    point within the SLO, not the largest batch.""":
         """SLO 把曲线切在 batch {batch}：{speed:,.0f} token/s。Batch {last} 的吞吐是它的 {throughput:.1f} 倍，延迟却是
         {latency:.1f} 倍（平均端到端时延，即图中第二条线）；新请求的 prefill 要和这么多 decode 挤在同一步里，TTFT 中位数也成了
         {ttft:.1f} 倍。系统的目标不是最大 Batch，而是 SLO 约束之内最好的那一点。""",
@@ -139,8 +140,8 @@ ZH = {
     # 4
     "Three changes": "三个根本变化", "batching in two ways, in turns": "正在轮流运行两种批处理",
     """{n} requests, {seats} seats. A letter is a request, a capital its prefill, a dot the seat of a request that has
-    ended, computed for nobody; the padding of short prompts hides in the capitals and is counted in the table. First the
-    traditional way, a batch at a time; then the engine's. {same}""":
+    ended, computed for nobody; the padding of short prompts hides in the capitals and is counted in the table. First
+    the traditional way, a batch at a time; then the engine's. {same}""":
         """{n} 个请求，{seats} 个座位。一个字母是一个请求，大写是它的 prefill；点表示请求已经结束、座位仍在白算；短 prompt 的
         padding 藏在大写字母里，计入下面的表格。先是传统方式，一批一批地算；然后是引擎的方式。{same}""",
     "Both give the same text.": "两种方式生成的文本相同。", "The texts differ!": "两种方式生成的文本不同！",
@@ -148,8 +149,8 @@ ZH = {
     "Static against continuous batching": "静态批处理与连续批处理", "steps>": "步数>", "tokens computed>": "计算的 token>",
     "for nobody>": "白算的>", "mean answer, s>": "平均回答，秒>", "tokens/s here>": "本机 token/s>", "70B>": "70B>",
     """Both ran on one engine with {threads} thread(s), warmed up, taking turns; the median of three rounds. The engine
-    also keeps records and makes text of the tokens, and has {here:.1f} times the throughput (70B: ~{big:.1f} times). The
-    static loop wastes the padding of short prompts and the seats of those who have ended.""":
+    also keeps records and makes text of the tokens, and has {here:.1f} times the throughput (70B: ~{big:.1f} times).
+    The static loop wastes the padding of short prompts and the seats of those who have ended.""":
         """两者在同一个引擎上运行，同为 {threads} 个线程，预热之后轮流进行，取三轮的中位数。引擎还要多做记录和文本解码，吞吐仍是
         {here:.1f} 倍（70B：~{big:.1f} 倍）。静态方式浪费的是短 prompt 的 padding，以及请求结束后空占的座位。""",
     """The three changes, in the figures of the continuous run. From static to dynamic: {sets} different sets of active

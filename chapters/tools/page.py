@@ -88,7 +88,7 @@ class Page:
             now = time.perf_counter()
             if now - self.spoke >= SILENCE:
                 self.spoke = now
-                line = self.words("… {what}, {seconds:.0f} s", what=self.words(self.what), seconds=now - self.begin)
+                line = self.words(T("… {what}, {seconds:.0f} s"), what=self.words(self.what), seconds=now - self.begin)
                 with contextlib.suppress(OSError, ValueError):      # nobody reads it any more
                     print(line, file=sys.stderr, flush=True)
 
@@ -102,7 +102,7 @@ class Page:
     def start(self, title, seconds):
         """The first line. seconds: how long all of it will take, from the start of the program."""
         self.forecast = seconds
-        self.print(Text(self.words("{title} (about {seconds:.0f} s in all on {cores} cores, TP={tp})",
+        self.print(Text(self.words(T("{title} (about {seconds:.0f} s in all on {cores} cores, TP={tp})"),
                                    title=self.words(title), seconds=seconds, cores=os.cpu_count(), tp=self.args.tp),
                         style="bold"), "")
         if self.console.width < TABLES:
@@ -132,7 +132,7 @@ class Page:
                       show_edge=False, padding=(0, 1, 0, 0))
         for i, column in enumerate(columns):
             justify, no_wrap = "right" if column.endswith(">") else "left", i == 0 and self.console.width >= 72
-            table.add_column(column.removesuffix(">"), justify=justify, no_wrap=no_wrap)
+            table.add_column(column.removesuffix(">"), justify=justify, no_wrap=no_wrap, overflow="fold")
         for row in rows:
             table.add_row(*[Text(cell) for cell in row])
         table.svg = lambda: svg.table(title, columns, rows)          # as the other pictures have it
@@ -149,11 +149,11 @@ class Page:
     def end(self, *now_try):
         """What to change next, a Sentence each, and how long this took."""
         self.ended.set()
-        self.print(Rule(Text(self.words("Now try"), style="bold"), align="left"), "")
+        self.print(Rule(Text(self.words(T("Now try")), style="bold"), align="left"), "")
         for i, line in enumerate(now_try, 1):
             number = f"{i}. "
             self.print(Text(fill(" ".join(flow(self.words(line))), self.console.width, number, " " * len(number))))
-        self.print("", Text(self.words("{seconds:.0f} seconds; the first line said {forecast:.0f}.",
+        self.print("", Text(self.words(T("{seconds:.0f} seconds; the first line said {forecast:.0f}."),
                                        seconds=time.perf_counter() - self.begin, forecast=self.forecast or 0),
                             style="dim"))
 

@@ -38,7 +38,7 @@ from lang import Say, T, wide  # noqa: E402
 from options import check_types, end_quietly, make_console, naming  # noqa: E402
 from scheduler import RequestStep, StepRecord  # noqa: E402
 
-# What a request does in a step: letter, words; its colour.  A cell for several steps shows the first that occurs in them.
+# What a request does in a step: letter and words; its colour.  A cell for several steps shows the first that occurs.
 PHASES = T({"x": "preempted (抢占)", "R": "recompute (重计算)", "C": "prefill after a prefix hit", "P": "prefill chunk",
             "w": "waiting", "-": "no budget left for it", "d": "decode"})
 STYLES = {"x": "bold white on red", "R": "bold white on magenta", "C": "bold black on cyan", "P": "bold white on blue",
