@@ -477,8 +477,8 @@ def read_live(process):
 def test_the_whole_chapter_runs(lang, tmp_path):
     """As a reader runs it, offline and in a narrow terminal: nothing cut, nothing silent, all of it in one language."""
     script = pathlib.Path(ch01.__file__)
-    process = subprocess.Popen([sys.executable, str(script), "--tp", "1", "--save", str(tmp_path), "--width", str(TABLES),
-                                "--lang", lang], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    command = [sys.executable, str(script), "--tp", "1", "--save", str(tmp_path), "--width", str(TABLES), "--lang", lang]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                encoding="utf-8")
     lines = read_live(process)
     errors = [line for _, name, line in lines if name == "err"]
@@ -488,7 +488,7 @@ def test_the_whole_chapter_runs(lang, tmp_path):
     shown = [line for _, name, line in lines if name == "out"]
     words = " ".join(" ".join(shown).split())
     # The first line says how long; the last says how long it was.
-    seconds = re.search(r"\(about (\d+) s in all" if lang == "en" else "（全程约 (\\d+) 秒", " ".join(shown[:2]))
+    seconds = re.search(r"\(about (\d+) s in all" if lang == "en" else "（全程约 (\\d+) 秒", words)
     took, said = re.search(r"(\d+) seconds; the first line said (\d+)" if lang == "en" else
                            "用时 (\\d+) 秒；第一行的预计是 (\\d+) 秒", shown[-1]).groups()
     assert seconds.group(1) == said and int(took) / 5 < int(said) < 5 * int(took)
