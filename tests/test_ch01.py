@@ -305,8 +305,8 @@ def test_both_ways_of_batching_have_the_same_conditions(prompt, monkeypatch):
 
 
 def test_memory_reserved_or_block_by_block():
-    """64 blocks of 16: room for 4 x 250 tokens, or for 16 x 50. Who reserves is never preempted, who grows computes again
-    what was thrown away."""
+    """64 blocks of 16: room for 4 x 250 tokens, or for 16 x 50. Who reserves is never preempted, who grows computes
+    again what was thrown away."""
     assert ch01.at_once(QUESTION + ch01.MOST) == 4 and ch01.at_once(QUESTION) == 16
     (reserved, records), (grown, steps) = ch01.fill_pool(True), ch01.fill_pool(False)
     assert reserved["preempted"] == reserved["again"] == 0 == sum(len(record.preempted) for record in records)
@@ -355,7 +355,8 @@ def test_a_page_keeps_to_its_width(width, lang, tmp_path):
     page.section(4, "Three changes")
     page.say("words " * 40)
     page.say("Three changes " * 9)
-    page.table(Sentence("Three real steps"), ["", "steps>", "at once>"], [("a label", 1, Sentence("kept"))] * 3, "a_table")
+    page.table(Sentence("Three real steps"), ["", "steps>", "at once>"], [("a label", 1, Sentence("kept"))] * 3,
+               "a_table")
     page.show(Seats(["Aaa" * 40, "Bb." * 40]), "seats")
     page.end(Sentence("The chunked run, step by step:"))
     from rich.cells import cell_len
@@ -477,7 +478,7 @@ def read_live(process):
 def test_the_whole_chapter_runs(lang, tmp_path):
     """As a reader runs it, offline and in a narrow terminal: nothing cut, nothing silent, all of it in one language."""
     script = pathlib.Path(ch01.__file__)
-    command = [sys.executable, str(script), "--tp", "1", "--save", str(tmp_path), "--width", str(TABLES), "--lang", lang]
+    command = [sys.executable, script, "--tp", "1", "--save", tmp_path, "--width", str(TABLES), "--lang", lang]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                encoding="utf-8")
     lines = read_live(process)

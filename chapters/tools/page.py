@@ -113,7 +113,11 @@ class Page:
         """A heading with the article's number and words, so that the two can be read side by side."""
         chinese = self.chinese(title)
         text = chinese if self.args.lang == "zh" else f"{title}  ({chinese})"
-        self.print("", Rule(Text(f"{number}. {text}", style="bold"), align="left"), "")
+        text = f"{number}. {text}"
+        if wide(text) + 2 > self.console.width:      # a rule would cut it
+            self.print("", Text(fill(text, self.console.width), style="bold"), Rule(), "")
+        else:
+            self.print("", Rule(Text(text, style="bold"), align="left"), "")
 
     def say(self, template, **values):
         """Prose; an empty line parts paragraphs."""
