@@ -83,13 +83,13 @@ def live(llm, prompt, max_tokens=OUTPUT):
 
 
 # What the cells below compute: prompts of 2,050 tokens and steps, first with --tp ranks, then with one; simulations.
-PROMPTS, STEPS, PROMPTS_OF_ONE, STEPS_OF_ONE = 4, OUTPUT, 12, 2000
+PROMPTS, STEPS, PROMPTS_OF_ONE, STEPS_OF_ONE = 4, OUTPUT, 14, 2000
 
 
 def forecast(tp, begun):
     """(the running example's prompt, estimated seconds of the whole chapter). begun: seconds since the program began,
     most of which each further rank will need again. A short prefill, some decodes and a simulation are timed."""
-    probe = 512
+    probe = PROMPT // 2
     with engine_here() as llm:
         prompt = running_example(llm)
         live(llm, prompt[:probe], 2)
@@ -176,9 +176,9 @@ if __name__ == "__main__":
     page.doing(T("computing"))
     answer, life = output.outputs[0].token_ids, life_of(records, output.metrics)
     N, M, chunks = len(prompt), len(answer), len(records) - len(answer) + 1
-    page.say("""The request: {N} prompt tokens in, {M} out, on {tp} rank(s) of tensor parallel (TP, 张量并行). A step of
-        the engine computes at most {budget} tokens, its token budget (Token 预算), so the prompt takes {chunks} step(s);
-        the last yields the first token. From then on each step feeds in the token of the step before.""",
+    page.say("""The request: {N} prompt tokens in, {M} out, at a tensor parallel size (TP, 张量并行) of {tp}. A step of
+        the engine computes at most {budget} tokens, its token budget (Token 预算). Steps that the prompt takes:
+        {chunks}; the last yields the first token. From then on each step feeds in the token of the step before.""",
              N=N, M=M, tp=page.args.tp, budget=records[0].budget, chunks=chunks)
     mib = [TINY.block_size * one.kv_bytes_per_token / 2 ** 20 for one in (TINY, BIG)]      # a block
     page.table(Sentence("The life of one request (请求的生命周期)"),
@@ -635,7 +635,7 @@ if __name__ == "__main__":
     page.table(Sentence("Static against continuous batching"), T(["", "steps>", "tokens computed>", "for nobody>",
                "mean answer, s>", "tokens/s here>", "70B>"]), rows, "ch01_batching")
     here, big = [figures["continuous"][key] / figures["static"][key] for key in ("tokens/s", "70B")]
-    page.say("""Both ran on one engine with {threads} thread(s), warmed up, taking turns; the median of three rounds.
+    page.say("""Both ran on one engine with as many threads ({threads}), warmed up, taking turns; the median of three rounds.
         The engine also keeps records and makes text of the tokens, and has {here:.1f} times the throughput (70B:
         ~{big:.1f} times). The static loop wastes the padding of short prompts and the seats of those who have
         ended.""",

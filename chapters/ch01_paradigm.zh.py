@@ -14,9 +14,9 @@ ZH = {
 
     # 1
     "From one forward to continuous generation": "从一次 Forward 到持续生成",
-    """The request: {N} prompt tokens in, {M} out, on {tp} rank(s) of tensor parallel (TP, 张量并行). A step of the engine
-    computes at most {budget} tokens, its token budget (Token 预算), so the prompt takes {chunks} step(s); the last
-    yields the first token. From then on each step feeds in the token of the step before.""":
+    """The request: {N} prompt tokens in, {M} out, at a tensor parallel size (TP, 张量并行) of {tp}. A step of the engine
+    computes at most {budget} tokens, its token budget (Token 预算). Steps that the prompt takes: {chunks}; the last yields
+    the first token. From then on each step feeds in the token of the step before.""":
         """这个请求：输入 {N} 个 prompt token，输出 {M} 个，张量并行 TP={tp}。引擎一步最多计算 {budget} 个 token，这就是
         Token 预算，所以 prompt 用 {chunks} 步算完，最后一步得到第 1 个 token。此后每一步都把上一步生成的 token 作为输入。""",
     "The life of one request (请求的生命周期)": "请求的生命周期",
@@ -148,9 +148,9 @@ ZH = {
     "static (静态)": "静态", "continuous (连续)": "连续", "{how} batching, {n} steps:": "{how}批处理，{n} 步：",
     "Static against continuous batching": "静态批处理与连续批处理", "steps>": "步数>", "tokens computed>": "计算的 token>",
     "for nobody>": "白算的>", "mean answer, s>": "平均回答，秒>", "tokens/s here>": "本机 token/s>", "70B>": "70B>",
-    """Both ran on one engine with {threads} thread(s), warmed up, taking turns; the median of three rounds. The engine
-    also keeps records and makes text of the tokens, and has {here:.1f} times the throughput (70B: ~{big:.1f} times).
-    The static loop wastes the padding of short prompts and the seats of those who have ended.""":
+    """Both ran on one engine with as many threads ({threads}), warmed up, taking turns; the median of three rounds. The
+    engine also keeps records and makes text of the tokens, and has {here:.1f} times the throughput (70B: ~{big:.1f}
+    times). The static loop wastes the padding of short prompts and the seats of those who have ended.""":
         """两者在同一个引擎上运行，同为 {threads} 个线程，预热之后轮流进行，取三轮的中位数。引擎还要多做记录和文本解码，吞吐仍是
         {here:.1f} 倍（70B：~{big:.1f} 倍）。静态方式浪费的是短 prompt 的 padding，以及请求结束后空占的座位。""",
     """The three changes, in the figures of the continuous run. From static to dynamic: {sets} different sets of active
