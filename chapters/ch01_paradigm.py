@@ -635,9 +635,9 @@ if __name__ == "__main__":
     page.table(Sentence("Static against continuous batching"), T(["", "steps>", "tokens computed>", "for nobody>",
                "mean answer, s>", "tokens/s here>", "70B>"]), rows, "ch01_batching")
     here, big = [figures["continuous"][key] / figures["static"][key] for key in ("tokens/s", "70B")]
-    page.say("""Both ran on one engine with as many threads ({threads}), warmed up, taking turns; the median of three rounds.
-        The engine also keeps records and makes text of the tokens, and has {here:.1f} times the throughput (70B:
-        ~{big:.1f} times). The static loop wastes the padding of short prompts and the seats of those who have
+    page.say("""Both ran on one engine with as many threads ({threads}), warmed up, taking turns; the median of three
+        rounds. The engine also keeps records and makes text of the tokens, and has {here:.1f} times the throughput
+        (70B: ~{big:.1f} times). The static loop wastes the padding of short prompts and the seats of those who have
         ended.""",
              threads=threads, here=here, big=big)
     sets, (least, most), mixed = runs["continuous"].changes()

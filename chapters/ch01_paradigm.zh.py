@@ -15,8 +15,8 @@ ZH = {
     # 1
     "From one forward to continuous generation": "从一次 Forward 到持续生成",
     """The request: {N} prompt tokens in, {M} out, at a tensor parallel size (TP, 张量并行) of {tp}. A step of the engine
-    computes at most {budget} tokens, its token budget (Token 预算). Steps that the prompt takes: {chunks}; the last yields
-    the first token. From then on each step feeds in the token of the step before.""":
+    computes at most {budget} tokens, its token budget (Token 预算). Steps that the prompt takes: {chunks}; the last
+    yields the first token. From then on each step feeds in the token of the step before.""":
         """这个请求：输入 {N} 个 prompt token，输出 {M} 个，张量并行 TP={tp}。引擎一步最多计算 {budget} 个 token，这就是
         Token 预算，所以 prompt 用 {chunks} 步算完，最后一步得到第 1 个 token。此后每一步都把上一步生成的 token 作为输入。""",
     "The life of one request (请求的生命周期)": "请求的生命周期",
