@@ -35,9 +35,9 @@ lab: $(VENV)/.run                  ## your function in the engine, proved: make 
 	@$(BIN)/python chapters/exercises/lab.py $(CH) || [ $$? -eq 1 ]
 
 pictures: $(VENV)/.run             ## the README's pictures, drawn again
-	$(BIN)/python chapters/ch01_paradigm.py --tp 1 --width 100 --save out
+	$(BIN)/python chapters/ch01_paradigm.py --tp 1 --lang en --width 100 --save out
 	mkdir -p chapters/pictures
-	cp out/ch01_timeline.svg out/ch01_batch_curve.svg chapters/pictures/
+	cp out/ch01_timeline.svg out/ch01_batch_curve.svg out/ch01_preemption.svg chapters/pictures/
 
 $(VENV)/.run: requirements.txt
 	$(PYTHON) -m venv $(VENV)

@@ -106,18 +106,21 @@ def wide(text: str) -> int:
 
 
 def flow(text: str) -> list[str]:
-    """Paragraphs (empty lines part them), each as one line. Between two Chinese characters a line break is nothing."""
+    """Paragraphs (empty lines part them), each as one line. Between two Chinese characters a line break is nothing, nor
+    is it beside Chinese punctuation."""
     joined = []
     for paragraph in re.split(r"\n\s*\n", text.strip()):
         line = " ".join(paragraph.split())
-        joined.append(re.sub(r"(?<=[\u3000-\u9fff\uff00-\uffef]) (?=[\u3000-\u9fff\uff00-\uffef])", "", line))
+        line = re.sub(r"(?<=[\u3000-\u9fff\uff00-\uffef]) (?=[\u3000-\u9fff\uff00-\uffef])", "", line)
+        joined.append(re.sub(r"(?<=[\u3000-\u303f\uff00-\uffef]) | (?=[\u3000-\u303f\uff00-\uffef])", "", line))
     return joined
 
 
 def fill(text: str, width: int, first: str = "", rest: str = "") -> str:
-    """One paragraph in lines of at most `width` columns. English breaks at spaces, Chinese anywhere but before a comma.
+    """One paragraph in lines of at most `width` columns. English breaks at spaces, Chinese anywhere but before a
+    comma or after a bracket that opens.
     first, rest: what the first line and all others begin with."""
-    pieces = re.findall(r"[\u3000-\u9fff\uff00-\uffef][，。、；：！？）》”]*|[^\s\u3000-\u9fff\uff00-\uffef]+"
+    pieces = re.findall(r"[（《]*(?:[\u3000-\u9fff\uff00-\uffef]|[^\s\u3000-\u9fff\uff00-\uffef]+)"
                         r"[，。、；：！？）》”]*|\s+", text.strip())
     room, lines, line = max(width - wide(rest), 8), [], first
     for piece in (piece[i:i + room] for piece in pieces for i in range(0, len(piece), room)):     # no word is longer

@@ -52,6 +52,7 @@ from rich.table import Table  # noqa: E402
 
 from givens import (CALIBRATED_H100, HARDWARE, LLAMA_3_8B, LLAMA_3_70B, MODELS, Calibration, Hardware,  # noqa: E402
                     ModelShape, this_machine)
+from lang import Say  # noqa: E402
 from options import end_quietly, make_console  # noqa: E402
 
 
@@ -292,7 +293,7 @@ def intensity(ledger, work):
     return sum(op.count * op.flops for op in ops) / sum(op.count * op.bytes for op in ops)
 
 
-def account(ledger):
+def account(ledger, say=Say("en")):
     """The example's account as [(what, value, how)]; what is estimated has a "~" and says so."""
     m, hw, size, MiB = ledger.model, ledger.hardware, ledger.block_size, 1 << 20
     prompt, total, hits = SYSTEM + QUESTION, SYSTEM + QUESTION + OUTPUT, SYSTEM // size
@@ -300,25 +301,33 @@ def account(ledger):
     prefill, cached, decode = work_of([(0, prompt)]), work_of([(hits * size, left)]), work_of([(prompt, 1)])
     blocks = ledger.kv_cache_blocks() - 1
     return [
-        ("parameters", f"{ledger.num_parameters:,}", "embedding, layers, last norm, LM head"),
-        ("weights", f"{ledger.weight_bytes / 1e9:.1f} GB", f"{ledger.dtype_bytes} bytes each"),
-        ("weights a GPU", f"{ledger.weight_bytes_per_gpu / 1e9:.1f} GB", f"TP={ledger.tp}, norms on each"),
-        ("KV a token", f"{kv / 1024:g} KiB", f"2 x {m.num_hidden_layers} layers x "
-         f"{ledger.tp * ledger.kv_heads_per_gpu} KV heads x {m.head_dim} x {ledger.dtype_bytes} bytes"),
-        ("KV a token and GPU", f"{kv / ledger.tp / 1024:g} KiB", f"{ledger.kv_heads_per_gpu} KV heads each"),
-        (f"KV of the prompt, {prompt} tokens", f"{prompt * kv / MiB:.1f} MiB",
-         f"{ledger.num_blocks(prompt)} blocks of {size}"),
-        (f"KV at the end, {total} tokens", f"{total * kv / MiB:.1f} MiB", f"{ledger.num_blocks(total)} blocks"),
-        ("system prompt", f"{hits} blocks", f"a second request hits them and computes {left} tokens"),
-        ("FLOP a byte, prefill", f"{intensity(ledger, prefill):.0f}",
-         f"more than the ridge, {hw.peak_flops / hw.bandwidth:.0f}, is bound by compute"),
-        ("FLOP a byte, decode", f"{intensity(ledger, decode):.2f}", "each weight is read for one token"),
-        ("prefill alone", f"~{1e3 * ledger.step_time(prefill):.1f} ms", "estimated: the least TTFT"),
-        ("prefill after the hit", f"~{1e3 * ledger.step_time(cached):.1f} ms", "estimated: the least TTFT then"),
-        ("decode alone", f"~{1e3 * ledger.step_time(decode):.1f} ms", "estimated: the least ITL"),
-        ("KV pool", f"~{blocks * size:,} tokens",
-         f"estimated: 92 % of {hw.memory / 1e9:.0f} GB, less weights and activations"),
-        ("requests at once", f"~{blocks // ledger.num_blocks(total)}", "estimated: that fit whole, sharing nothing"),
+        (say("parameters"), f"{ledger.num_parameters:,}", say("embedding, layers, last norm, LM head")),
+        (say("weights"), f"{ledger.weight_bytes / 1e9:.1f} GB", say("{n} bytes each", n=ledger.dtype_bytes)),
+        (say("weights a GPU"), f"{ledger.weight_bytes_per_gpu / 1e9:.1f} GB",
+         say("TP={tp}, norms on each", tp=ledger.tp)),
+        (say("KV a token"), f"{kv / 1024:g} KiB", say(
+            "2 x {layers} layers x {heads} KV heads x {d} x {n} bytes", layers=m.num_hidden_layers,
+            heads=ledger.tp * ledger.kv_heads_per_gpu, d=m.head_dim, n=ledger.dtype_bytes)),
+        (say("KV a token and GPU"), f"{kv / ledger.tp / 1024:g} KiB",
+         say("{n} KV heads each", n=ledger.kv_heads_per_gpu)),
+        (say("KV of the prompt, {n} tokens", n=prompt), f"{prompt * kv / MiB:.1f} MiB",
+         say("{n} blocks of {size}", n=ledger.num_blocks(prompt), size=size)),
+        (say("KV at the end, {n} tokens", n=total), f"{total * kv / MiB:.1f} MiB",
+         say("{n} blocks", n=ledger.num_blocks(total))),
+        (say("system prompt"), say("{n} blocks", n=hits),
+         say("a second request hits them and computes {n} tokens", n=left)),
+        (say("FLOP a byte, prefill"), f"{intensity(ledger, prefill):.0f}",
+         say("more than the ridge, {ridge:.0f}, is bound by compute", ridge=hw.peak_flops / hw.bandwidth)),
+        (say("FLOP a byte, decode"), f"{intensity(ledger, decode):.2f}", say("each weight is read for one token")),
+        (say("prefill alone"), f"~{1e3 * ledger.step_time(prefill):.1f} ms", say("estimated: the least TTFT")),
+        (say("prefill after the hit"), f"~{1e3 * ledger.step_time(cached):.1f} ms",
+         say("estimated: the least TTFT then")),
+        (say("decode alone"), f"~{1e3 * ledger.step_time(decode):.1f} ms", say("estimated: the least ITL")),
+        (say("KV pool"), say("~{n:,} tokens", n=blocks * size),
+         say("estimated: {share} of {memory:.0f} GB, less weights and activations", share="92 %",
+             memory=hw.memory / 1e9)),
+        (say("requests at once"), f"~{blocks // ledger.num_blocks(total)}",
+         say("estimated: that fit whole, sharing nothing")),
     ]
 
 

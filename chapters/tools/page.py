@@ -1,22 +1,26 @@
 """What every walk-through shares: its options, words and pictures, the running example, a look inside a step.
 
-    page = Page(__doc__)                               --tp, --save DIR, --width; prints the opening
-    page.section(2, "Prefill and decode", "两种 Workload")   page.say(f"… {n} tokens …")   filled to the console's width
-    page.table("title", ["what", "value>"], rows)      page.show(picture, "name")   saved as DIR/name.svg, too
+    page = Page("ch01_paradigm", __doc__, OPTIONS)     --lang, --tp, --save DIR, --width; OPTIONS: the defaults
+    page.doing(T("computing"))                         what the progress line says while nothing else is printed
+    page.start(T("The chapter's title"), seconds)      the first line: the title, and how long all will take
+    page.section(2, T("Prefill and decode"))           page.say("… {n} tokens …", n=n)   filled to the console's width
+    page.table(Sentence("title"), T(["what", "value>"]), rows)      page.show(picture, "name")   also DIR/name.svg
     running_example(llm), greedy(n)                    the prompt of 2,000 + 50 tokens; SamplingParams to the limit
     Seats([row, …])                                    who was computed in which step, a row a seat
     with watched(engine) as seen: …                    the shapes of each step, as they go through the first layer
 
 A walk-through is one file of `# %%` cells.  A cell holds functions that compute and return values, which the tests
-call, and after them what is shown, under `if __name__ == "__main__":`.  So one file runs from a shell, opens as a
-notebook, and can be imported by the processes that tensor parallelism starts.
+call, or it shows what they find, under `if __name__ == "__main__":`.  So one file runs from a shell, opens as a
+notebook, and can be imported by the processes that tensor parallelism starts.  All that it says goes through `words`,
+a lang.Say: English stands in the file, Chinese in NAME.zh.py beside it; this folder's words are in zh.py.
 """
 import argparse
 import contextlib
 import json
+import os
 import pathlib
 import sys
-import textwrap
+import threading
 import time
 from types import SimpleNamespace
 
@@ -29,6 +33,7 @@ from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
 import svg  # noqa: E402
+from lang import Say, Sentence, T, add_lang_option, catalogue, fill, flow, wide  # noqa: E402
 from options import check_folder, make_console  # noqa: E402
 from request import SamplingParams  # noqa: E402
 from show import save_svg  # noqa: E402
@@ -36,16 +41,20 @@ from show import save_svg  # noqa: E402
 RANKS = (1, 2, 4, 8, 16)    # that the tiny model can be cut into
 WIDTH = 100                 # as wide as prose should be; a narrower terminal decides for itself
 TABLES = 76                 # columns that the widest table takes
+SILENCE = 2                 # seconds without a word, after which a progress line says what is being done
 
 
-def parse_args(doc, argv=None):
-    """The options of a walk-through. In a notebook sys.argv is the notebook's own, so the defaults hold there."""
+def parse_args(doc, argv=None, options=None):
+    """The options of a walk-through. options: {name: default}, as a chapter's first cell has them; in a notebook they
+    hold, since sys.argv is the notebook's own, in a shell what is typed comes after them."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_lang_option(parser)
     parser.add_argument("--tp", type=int, default=8, choices=RANKS,
-                        help="tensor-parallel ranks of the running example's request [8]")
+                        help="tensor-parallel ranks of the running example's request [%(default)s]")
     parser.add_argument("--save", metavar="DIR", help="write the pictures and tables as SVG, too")
     parser.add_argument("--width", type=int, help=f"columns to use [the terminal's, at most {WIDTH}]")
-    args = parser.parse_args([] if argv is None and "ipykernel" in sys.modules else argv)
+    typed = sys.argv[1:] if argv is None and "ipykernel" not in sys.modules else argv or []
+    args = parser.parse_args([f"--{k}={v}" for k, v in (options or {}).items() if v is not None] + list(typed))
     try:
         if args.save:
             check_folder("--save", args.save)
@@ -57,76 +66,137 @@ def parse_args(doc, argv=None):
 class Page:
     """Where a walk-through writes: the console, and a folder of SVGs if one is wanted."""
 
-    def __init__(self, doc, argv=None, file=None):
-        self.args, self.begin = parse_args(doc, argv), time.perf_counter()
+    def __init__(self, name, doc, options=None, argv=None, file=None):
+        self.args, self.begin = parse_args(doc, argv, options), time.perf_counter()
+        self.words = Say(self.args.lang, catalogue(HERE.parent / f"{name}.py"), catalogue(HERE))
+        self.chinese = Say("zh", catalogue(HERE.parent / f"{name}.py"))
         self.console = make_console(highlight=False, file=file)
         self.console.width = self.args.width or min(self.console.width, WIDTH)
-        title, _, rest = doc.strip().partition("\n")
-        self.print(Text(title, style="bold"), Text(rest))
-        if self.console.width < TABLES:
-            self.print("", Text(f"{self.console.width} columns cut tables short; --width {TABLES} shows them whole."))
+        self.what, self.spoke, self.ended = T("starting"), self.begin, threading.Event()
+        self.forecast = None
+        threading.Thread(target=self._keep_company, daemon=True).start()
+
+    # -- progress ------------------------------------------------------------------------------------------------------
+
+    def doing(self, what):
+        """what: a template, or a Sentence; said with the seconds so far once nothing has been printed for a while."""
+        self.what = what
+
+    def _keep_company(self):
+        """To stderr, so that a page that is written to a file holds the page alone."""
+        while not self.ended.wait(max(self.spoke + SILENCE - time.perf_counter(), .05)):
+            now = time.perf_counter()
+            if now - self.spoke >= SILENCE:
+                self.spoke = now
+                line = self.words(T("… {what}, {seconds:.0f} s"), what=self.words(self.what), seconds=now - self.begin)
+                with contextlib.suppress(OSError, ValueError):      # nobody reads it any more
+                    print(line, file=sys.stderr, flush=True)
+
+    # -- words ---------------------------------------------------------------------------------------------------------
 
     def print(self, *things):
         for thing in things:
             self.console.print(thing)
+        self.spoke = time.perf_counter()
 
-    def section(self, number, english, chinese):
+    def start(self, title, seconds):
+        """The first line. seconds: how long all of it will take, from the start of the program."""
+        self.forecast = seconds
+        self.print(Text(self.words(T("{title} (about {seconds:.0f} s in all on {cores} cores, TP={tp})"),
+                                   title=self.words(title), seconds=seconds, cores=os.cpu_count(), tp=self.args.tp),
+                        style="bold"), "")
+        if self.console.width < TABLES:
+            self.say("{width} columns cut tables short; --width {tables} shows them whole.",
+                     width=self.console.width, tables=TABLES)
+
+    def section(self, number, title):
         """A heading with the article's number and words, so that the two can be read side by side."""
-        self.print("", Rule(Text(f"{number}. {english}  ({chinese})", style="bold"), align="left"), "")
+        chinese = self.chinese(title)
+        text = chinese if self.args.lang == "zh" else f"{title}  ({chinese})"
+        text = f"{number}. {text}"
+        if wide(text) + 2 > self.console.width:      # a rule would cut it
+            self.print("", Text(fill(text, self.console.width), style="bold"), Rule(), "")
+        else:
+            self.print("", Rule(Text(text, style="bold"), align="left"), "")
 
-    def say(self, words):
+    def say(self, template, **values):
         """Prose; an empty line parts paragraphs."""
-        for paragraph in textwrap.dedent(words).strip().split("\n\n"):
-            self.print(Text(" ".join(paragraph.split())), "")
+        for paragraph in flow(self.words(template, **values)):
+            self.print(Text(fill(paragraph, self.console.width)), "")
+
+    def cell(self, value):
+        return self.words(value) if isinstance(value, Sentence) else str(value)
 
     def table(self, title, columns, rows, name=None):
-        """Rows of anything; a column whose head ends in ">" is set to the right, the first is kept whole."""
-        rows = list(rows)
+        """title: a Sentence. columns: templates; one that ends in ">" is set to the right, in both languages. rows: of
+        anything, a Sentence is said. The first column is kept whole."""
+        title, columns = self.cell(title), [self.words(column) if column else "" for column in columns]
+        rows = [[self.cell(cell) for cell in row] for row in rows]
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
                       show_edge=False, padding=(0, 1, 0, 0))
         for i, column in enumerate(columns):
             justify, no_wrap = "right" if column.endswith(">") else "left", i == 0 and self.console.width >= 72
-            table.add_column(column.removesuffix(">"), justify=justify, no_wrap=no_wrap)
+            table.add_column(column.removesuffix(">"), justify=justify, no_wrap=no_wrap, overflow="fold")
         for row in rows:
-            table.add_row(*[Text(str(cell)) for cell in row])
+            table.add_row(*[Text(cell) for cell in row])
         table.svg = lambda: svg.table(title, columns, rows)          # as the other pictures have it
         self.show(table, name)
 
     def show(self, picture, name=None):
-        """Print a picture; with --save also write DIR/name.svg."""
+        """Print a picture, in the page's language; with --save also write DIR/name.svg."""
+        if hasattr(picture, "say"):
+            picture.say = self.words
         self.print(picture, "")
         if name and self.args.save:
             save_svg(picture, pathlib.Path(self.args.save) / f"{name}.svg")
 
-    def end(self, now_try):
-        """What to change next, and how long this took."""
-        self.print(Rule(Text("Now try", style="bold"), align="left"), "")
-        for line in textwrap.dedent(now_try).strip().split("\n"):
-            self.print(Text(line))
-        self.print(Text(f"\n{time.perf_counter() - self.begin:.0f} seconds", style="dim"))
+    def end(self, *now_try):
+        """What to change next, a Sentence each, and how long this took."""
+        self.ended.set()
+        self.print(Rule(Text(self.words(T("Now try")), style="bold"), align="left"), "")
+        for i, line in enumerate(now_try, 1):
+            number = f"{i}. "
+            self.print(Text(fill(" ".join(flow(self.words(line))), self.console.width, number, " " * len(number))))
+        self.print("", Text(self.words(T("{seconds:.0f} seconds; the first line said {forecast:.0f}."),
+                                       seconds=time.perf_counter() - self.begin, forecast=self.forecast or 0),
+                            style="dim"))
 
 
 class Seats:
     """Who sat where: a string a seat, a letter a step.
     A letter is a request, a capital its prefill, "." a seat that is computed for nobody, " " an empty one."""
 
-    def __init__(self, seats):
-        self.seats = seats
+    def __init__(self, seats, say=Say("en")):
+        self.seats, self.say = seats, say
+
+    def names(self):
+        return [self.say("seat {i}", i=i + 1) for i in range(len(self.seats))]
 
     def __rich_console__(self, console, options):
         room = max(options.max_width - 8, 8)         # a row that is too long goes on in the next band
+        names = self.names()
+        label = max(map(wide, names))
         for start in range(0, len(self.seats[0]), room):
-            for i, row in enumerate(self.seats):
-                line = Text(f"seat {i + 1}  ", no_wrap=True)
+            for name, row in zip(names, self.seats):
+                line = Text(name + " " * (label - wide(name) + 2), no_wrap=True)
                 for letter in row[start:start + room]:
                     colour = ("green", "blue", "magenta", "cyan")[ord(letter.lower()) % 4]
                     line.append(letter, "dim" if letter == "." else colour + " reverse" * letter.isupper())
                 yield line
             yield Text("")
 
-    def svg(self, title="Who sat where, step by step"):
-        words = {"prefill": "prefill", "decode": "decode", "idle": "computed for nobody", "step": "step"}
-        return svg.seats(title, [(f"seat {i + 1}", row) for i, row in enumerate(self.seats)], words)
+    def svg(self, title=None):
+        words = {"prefill": self.say("prefill"), "decode": self.say("decode"),
+                 "idle": self.say("computed for nobody"), "step": self.say("step")}
+        return svg.seats(title or self.say("Who sat where, step by step"), list(zip(self.names(), self.seats)), words)
+
+
+def cut(text, length):
+    """The text, or its beginning and "…": a quotation that is cut says so. Ends with a word, if it has any."""
+    if len(text) <= length:
+        return text
+    whole = text[:length - 1].rsplit(None, 1)[0] if " " in text[:length - 1] else text[:length - 1]
+    return whole.rstrip() + "…"
 
 
 def ms(seconds, estimated=False):

@@ -34,14 +34,16 @@ from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
 import svg  # noqa: E402
+from lang import Say, T, wide  # noqa: E402
 from options import check_types, end_quietly, make_console, naming  # noqa: E402
 from scheduler import RequestStep, StepRecord  # noqa: E402
 
-# What a request does in a step: letter, words, colour.  A cell for several steps shows the first that occurs in them.
-PHASES = {"x": ("preempted (抢占)", "bold white on red"), "R": ("recompute (重计算)", "bold white on magenta"),
-          "C": ("prefill after a prefix hit", "bold black on cyan"), "P": ("prefill chunk", "bold white on blue"),
-          "w": ("waiting", "black on white"), "-": ("no budget left for it", "yellow"),
-          "d": ("decode", "black on green")}
+# What a request does in a step: letter and words; its colour.  A cell for several steps shows the first that occurs.
+PHASES = T({"x": "preempted (抢占)", "R": "recompute (重计算)", "C": "prefill after a prefix hit", "P": "prefill chunk",
+            "w": "waiting", "-": "no budget left for it", "d": "decode"})
+STYLES = {"x": "bold white on red", "R": "bold white on magenta", "C": "bold black on cyan", "P": "bold white on blue",
+          "w": "black on white", "-": "yellow", "d": "black on green"}
+ENGLISH = Say("en")         # what a picture speaks unless it is told otherwise
 
 
 def load_records(path) -> list[StepRecord]:
@@ -86,19 +88,19 @@ def phases(records) -> dict[str, dict[int, str]]:
     return letters
 
 
-def describe(request, letter: str) -> str:
+def describe(request, letter: str, say=ENGLISH) -> str:
     """One request's part in a step, as in `a P 0→512` or `b d 513`."""
     done = f"{request.computed}→{request.computed + request.scheduled}" if letter != "d" else f"{request.computed}"
-    hit = f" ({request.hit_blocks} block{'s' * (request.hit_blocks > 1)} hit)" if request.hit_blocks else ""
-    return f"{request.request_id} {letter} {done}{hit}"
+    hit = f" ({say('1 block hit' if request.hit_blocks == 1 else '{n} blocks hit', n=request.hit_blocks)})"
+    return f"{request.request_id} {letter} {done}{hit if request.hit_blocks else ''}"
 
 
-def legend(letters) -> Text:
+def legend(letters, say=ENGLISH) -> Text:
     text = Text()
-    for letter, (words, style) in PHASES.items():
+    for letter, words in PHASES.items():
         if letter in letters:
-            text.append(f" {letter} ", style)
-            text.append(f" {words}   ")
+            text.append(f" {letter} ", STYLES[letter])
+            text.append(f" {say(words)}   ")
     return text
 
 
@@ -109,6 +111,7 @@ class StepTable:
     More than `max_steps` steps are cut in the middle, and the gap says how many it hides."""
     records: list
     max_steps: int = 40
+    say: Say = field(default=ENGLISH, repr=False, compare=False)
 
     def __rich_console__(self, console, options):
         letters, records, half = phases(self.records), self.records, self.max_steps // 2
@@ -122,16 +125,17 @@ class StepTable:
             columns = {name: columns[name] for name in ("step", "requests", "tokens")}
         if options.max_width < 30:
             columns = {name: columns[name] for name in ("step", "requests")}
-        table = Table(title="steps", title_justify="left", pad_edge=False)
+        table = Table(title=self.say("steps"), title_justify="left", pad_edge=False)
         for name in columns:
-            table.add_column(name, **({"ratio": 1, "overflow": "fold"} if name == "requests" else
+            table.add_column(self.say(name), **({"ratio": 1, "overflow": "fold"} if name == "requests" else
                                       {"justify": "right", "no_wrap": True}))
         hidden = range(half, len(records) - half) if len(records) > self.max_steps else range(0)
         for i, record in enumerate(records):
             if i not in hidden:
                 table.add_row(*[cell(record, i) for cell in columns.values()])
             elif i == hidden[0]:
-                table.add_row(*["…" if name == "step" else f"{len(hidden)} steps more" if name == "requests" else ""
+                table.add_row(*["…" if name == "step" else self.say("{n} steps more", n=len(hidden))
+                                if name == "requests" else ""
                                 for name in columns])
         yield table
 
@@ -143,18 +147,19 @@ class StepTable:
                  f"{r.used}/{r.budget}", r.running, r.waiting, f"{r.free_blocks}/{r.total_blocks}")
                 for i, r in enumerate(records) if i not in hidden]
         if hidden:
-            rows.insert(half, ("…", "", "", f"{len(hidden)} steps more", "", "", "", ""))
-        heads = ["step>", "start ms>", "took ms>", "requests", "tokens>", "run>", "wait>", "free blocks>"]
-        return svg.table("steps", heads, rows)
+            rows.insert(half, ("…", "", "", self.say("{n} steps more", n=len(hidden)), "", "", "", ""))
+        heads = T(["step", "start ms", "took ms", "requests", "tokens", "run", "wait", "free blocks"])
+        return svg.table(self.say("steps"), [self.say(h) + ">" * (h != "requests") for h in heads], rows)
 
     def who(self, record, index, letters) -> str:
         """Everybody by name while they are few; decodes, which are all alike, are counted once they are many."""
         parts = [(request, letters[request.request_id][index]) for request in record.requests]
         decodes = [request for request, letter in parts if letter == "d"]
-        text = [describe(request, letter) for request, letter in parts if letter != "d" or len(decodes) <= 3]
-        text += [f"{len(decodes)} decodes"] if len(decodes) > 3 else []
-        return ", ".join(text + [f"{name} preempted" for name in record.preempted]
-                         + [f"{name} done" for name in record.finished]) or "nobody"
+        text = [describe(r, letter, self.say) for r, letter in parts if letter != "d" or len(decodes) <= 3]
+        text += [self.say("{n} decodes", n=len(decodes))] if len(decodes) > 3 else []
+        text += [self.say("{name} preempted", name=name) for name in record.preempted]
+        text += [self.say("{name} done", name=name) for name in record.finished]
+        return ", ".join(text) or self.say("nobody")
 
 
 @dataclass
@@ -162,11 +167,13 @@ class Timeline:
     """A row a request, a column a step; a column stands for several steps when there are more steps than columns."""
     records: list
     max_requests: int = 40
+    say: Say = field(default=ENGLISH, repr=False, compare=False)
 
     def __rich_console__(self, console, options):
         letters = phases(self.records)
         names = list(letters)[:self.max_requests]
-        label = min(max([len(name) for name in names] + [4]), 16)
+        head = self.say("step")
+        label = min(max([len(name) for name in names] + [wide(head)]), 16)
         steps, room = len(self.records), max(options.max_width - label - 1, 8)
         per = max(1, -(-steps // room))
         columns = -(-steps // per)
@@ -175,23 +182,23 @@ class Timeline:
             number = str(self.records[i * per].step)
             if i + len(number) <= room:               # half of a number would be another one
                 ruler = ruler.ljust(i) + number
-        yield Text(f"{'step':<{label}} " + ruler, style="dim", no_wrap=True)
+        yield Text(head + " " * (label - wide(head) + 1) + ruler, style="dim", no_wrap=True)
         for name in names:
             row = Text(f"{name[-label:]:<{label}} ", no_wrap=True)
             cells = [[letters[name].get(i) for i in range(start, min(start + per, steps))]
                      for start in range(0, steps, per)]
             cells = [next((letter for letter in PHASES if letter in cell), " ") for cell in cells]
             for letter, same in itertools.groupby(cells):
-                row.append(letter * len(list(same)), PHASES[letter][1] if letter != " " else "")
+                row.append(letter * len(list(same)), STYLES.get(letter, ""))
             yield row
         if len(letters) > len(names):
-            yield Text(f"… and {len(letters) - len(names)} requests more")
-        yield legend({letter for row in letters.values() for letter in row.values()})
+            yield Text(self.say("… and {n} requests more", n=len(letters) - len(names)))
+        yield legend({letter for row in letters.values() for letter in row.values()}, self.say)
         if per > 1:
-            yield Text(f"One column is {per} steps: the first of these letters that occurs in them.", style="dim")
+            yield Text(self.say("One column is {n} steps: the first of these letters that occurs in them.", n=per),
+                       style="dim")
 
-
-    def svg(self, title: str = "Who did what in which step") -> str:
+    def svg(self, title: str | None = None) -> str:
         """A lane a request; every chunk and every preemption has its own piece, whatever the number of steps."""
         rows, letters = {}, phases(self.records)
         for name in list(letters)[:self.max_requests]:
@@ -202,9 +209,10 @@ class Timeline:
                 else:
                     spans.append((i, i + 1, letter))
         more = len(letters) - len(rows)
-        return svg.lanes(title, rows, len(self.records), {letter: words for letter, (words, _) in PHASES.items()},
-                         first_column=self.records[0].step if self.records else 0,
-                         note=f"… and {more} requests more" if more else "")
+        words = {letter: self.say(words) for letter, words in PHASES.items()}
+        return svg.lanes(title or self.say("Who did what in which step"), rows, len(self.records), words,
+                         self.say("step"), first_column=self.records[0].step if self.records else 0,
+                         note=self.say("… and {n} requests more", n=more) if more else "")
 
 
 @dataclass
@@ -213,6 +221,7 @@ class BlockMap:
 
     A capital says that the block is full and named, so that the prefix cache can find it."""
     kv_cache_manager: object
+    say: Say = field(default=ENGLISH, repr=False, compare=False)
 
     def __rich_console__(self, console, options):
         manager, colours = self.kv_cache_manager, ("green", "blue", "magenta", "cyan", "yellow", "red")
@@ -239,17 +248,19 @@ class BlockMap:
                 letter = chr(ord("a") + who[0] % 26)
                 row.append(letter.upper() if block.block_hash else letter, colours[who[0] % 6])
         yield row
-        yield Text("0 null block   . free   + free, still cached   2-9 * held by so many   capital: full and cached")
+        yield Text(self.say("0 null block   . free   + free, still cached   2-9 * held by so many   "
+                            "capital: full and cached"))
         yield Text("   ".join(f"{chr(ord('a') + i % 26)} {name}" for i, name in enumerate(names)))
 
-
-    def svg(self, title: str = "The KV block pool") -> str:
+    def svg(self, title: str | None = None) -> str:
         manager, names = self.kv_cache_manager, list(self.kv_cache_manager.req_to_block_ids)
         tables = [manager.get_block_ids(name) for name in names]
         cells = [(block.block_id, [i for i, table in enumerate(tables) if block.block_id in table],
                   block.block_hash is not None) for block in manager.block_pool.blocks[1:]]
-        return svg.blocks(title, cells, names, {"full": "full and cached", "part": "not full yet", "free": "free",
-                                                "shared": "shared by two", "cached": "free, still cached"})
+        words = T({"full": "full and cached", "part": "not full yet", "free": "free", "shared": "shared by two",
+                   "cached": "free, still cached"})
+        return svg.blocks(title or self.say("The KV block pool"), cells, names,
+                          {kind: self.say(text) for kind, text in words.items()})
 
 
 @dataclass
