@@ -29,11 +29,7 @@ for name in ("SIGSTOP", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGCHLD", "SIGUSR1", "a
 """
 MACOS = """
 import os, sys
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name == "triton":
-            raise ImportError("there is none for macOS")
-sys.meta_path.insert(0, Hidden())
+sys.modules["triton"] = None                                   # there is none for macOS
 sys.platform = "darwin"
 sys.modules["_scproxy"] = type(sys)("_scproxy")                # the system's proxies, which urllib asks for
 sys.modules["_scproxy"]._get_proxy_settings = sys.modules["_scproxy"]._get_proxies = dict
