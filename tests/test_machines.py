@@ -18,7 +18,10 @@ class Hidden:
         if name in {"resource", "fcntl", "termios", "tty", "pty", "pwd", "grp", "readline", "syslog", "curses"}:
             raise ImportError(name + " is hidden")
 sys.meta_path.insert(0, Hidden())
-for name in ("fork", "forkpty", "sysconf", "sched_getaffinity", "sched_setaffinity", "sched_yield", "setsid", "getpgid",
+def no_sysconf(name):                                           # missing on Windows; but asyncio asks for it here
+    raise OSError(name)
+os.sysconf = no_sysconf
+for name in ("fork", "forkpty", "sched_getaffinity", "sched_setaffinity", "sched_yield", "setsid", "getpgid",
              "setpgrp", "getuid", "geteuid", "chown", "mkfifo", "wait3", "nice"):
     delattr(os, name)
 for name in ("SIGSTOP", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGCHLD", "SIGUSR1", "alarm", "setitimer", "pthread_sigmask"):
@@ -26,6 +29,7 @@ for name in ("SIGSTOP", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGCHLD", "SIGUSR1", "a
 """
 MACOS = """
 import os, sys
+sys.modules["triton"] = None                                   # there is none for macOS
 sys.platform = "darwin"
 sys.modules["_scproxy"] = type(sys)("_scproxy")                # the system's proxies, which urllib asks for
 sys.modules["_scproxy"]._get_proxy_settings = sys.modules["_scproxy"]._get_proxies = dict
