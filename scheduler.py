@@ -258,10 +258,10 @@ class Scheduler:
     def start_over(self) -> None:
         """Forget everybody and all that the pool holds. After a step that broke off, perhaps in the middle of planning,
         the accounts may be wrong in any way, so no request is ended one by one."""
-        manager = self.kv_cache_manager
+        manager = m = self.kv_cache_manager
         for request in self.requests.values():
             request.status = RequestStatus.FINISHED
-        KVCacheManager.__init__(manager, manager.block_pool.num_blocks, manager.block_size, manager.enable_prefix_caching)
+        KVCacheManager.__init__(manager, m.block_pool.num_blocks, m.block_size, m.enable_prefix_caching)
         Scheduler.__init__(self, self.config, manager)
 
     def has_unfinished_requests(self) -> bool:
