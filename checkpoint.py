@@ -29,8 +29,7 @@ from model import Llama
 LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
          "num_attention_heads": 32, "max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None,
          "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": None, "eos_token_id": 2}
-SIZES = tuple(LLAMA)[:6]
-FAMILIES = {
+SIZES, FAMILIES = tuple(LLAMA)[:6], {
     "llama": (("LlamaForCausalLM", "LLaMAForCausalLM"), LLAMA),
     "mistral": (("MistralForCausalLM",), {**LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8,
                                           "max_position_embeddings": 131072, "sliding_window": 4096})}
@@ -426,8 +425,8 @@ def load_model(folder, dtype, device="cpu", tp_rank=0, tp_size=1, comm=None, att
 
 
 def _same_rows(tensors, rows, dtype, step=4096):
-    """Whether the stored head is the embedding, as far as this rank holds the two: where its rows are equal, tied or
-    not is the same, so ranks need not agree. Few rows at a time: neither is ever whole in memory."""
+    """Whether the stored head is the embedding, in the rows that this rank holds: where they are equal, tied or not is
+    the same, so ranks need not agree. Few rows at a time: neither is ever whole in memory."""
     with safe_open(tensors[HEAD][0], "pt") as f, safe_open(tensors[EMBEDDING][0], "pt") as g:
         cut = lambda file, name, i: file.get_slice(name)[i:min(i + step, rows.stop)].to(dtype)
         return tensors[HEAD][1] == tensors[EMBEDDING][1] and all(
