@@ -65,8 +65,8 @@ def make_parser():
 # -- 2. Jobs ----------------------------------------------------------------------------------------------------------
 
 def read_jobs(args):
-    """What is to be answered: dicts with prompt, prompt_token_ids or messages, and perhaps SamplingParams fields; or
-    {"error": why} for a line that can't be read, so that it costs only itself."""
+    """What is to be answered: dicts with prompt, prompt_token_ids or messages, and perhaps SamplingParams fields; for a
+    line that can't be read the ValueError that says why, so that it costs only itself."""
     jobs = [{"prompt": p} for p in args.prompt or ()]
     # A line ends at a newline and nowhere else: JSON may hold U+2028 and its like, at which str.splitlines would cut.
     lines = () if args.prompts is None else Path(args.prompts).read_bytes().split(b"\n")
@@ -79,29 +79,30 @@ def read_jobs(args):
             if not isinstance(job, dict) or len(job.keys() & {"prompt", "prompt_token_ids", "messages"}) != 1:
                 raise ValueError("a line is an object with exactly one of prompt, prompt_token_ids, messages")
         except (ValueError, RecursionError) as error:
-            job = {"error": f"{args.prompts}, line {number}: {error}"}
+            job = ValueError(f"{args.prompts}, line {number}: {error}")
         jobs.append(job)
     return jobs if args.prompt or args.prompts is not None else [{"prompt": q} for q in QUESTIONS]
 
 
 def prepare(job, defaults, use_template):
     """A job  →  (prompt for the engine, SamplingParams). Raises ValueError for this job alone."""
-    if "error" in job:
-        raise ValueError(job["error"])
+    if isinstance(job, ValueError):
+        raise job
     (form,) = job.keys() & {"prompt", "prompt_token_ids", "messages"}
-    fields = {name: value for name, value in job.items() if name not in (form, "priority")}
+    fields = {name: value for name, value in job.items() if name not in (form, "priority", "cache_salt")}
     if unknown := fields.keys() - {f.name for f in dataclasses.fields(SamplingParams)}:
-        raise ValueError(f"unknown field {min(unknown)!r}; besides the prompt, a line holds SamplingParams fields "
-                         "and a priority")
+        raise ValueError(f"unknown field {min(unknown)!r}; besides the prompt, a line holds SamplingParams fields, "
+                         "a priority, a cache_salt")
     params = dataclasses.replace(defaults, **fields)
+    prompt = {name: job[name] for name in (form, "cache_salt") if name in job}
     if form == "prompt" and isinstance(job[form], str) and use_template:
-        return {"messages": [{"role": "user", "content": job[form]}]}, params
-    return {form: job[form]}, params
+        prompt["messages"] = [{"role": "user", "content": prompt.pop("prompt")}]
+    return prompt, params
 
 
 def question_of(job):
     """What stands above the answer: the text, the last message, or whatever there is."""
-    asked = job.get("prompt", job.get("messages", job.get("prompt_token_ids", "?")))
+    asked = "?" if isinstance(job, ValueError) else job.get("prompt", job.get("messages", job.get("prompt_token_ids", "?")))
     if isinstance(asked, list) and asked and isinstance(asked[-1], dict):
         asked = asked[-1].get("content")
     return asked if isinstance(asked, str) else f"{asked!s:.60}"

@@ -589,3 +589,12 @@ def test_files_are_not_lost_to_a_run_that_cannot_start(capsys, tmp_path):
     assert code == 2 and "--block-size" in err and (tmp_path / "o.jsonl").read_text() == "kept\n"
     code, _, err = cli(capsys, "--prompt", "hi", "--output", tmp_path / "o.jsonl", "--records", tmp_path / "o.jsonl")
     assert code == 2 and "different files" in err and (tmp_path / "o.jsonl").read_text() == "kept\n"
+
+
+def test_a_line_with_an_error_key_of_its_own_is_a_line_with_an_unknown_field(capsys, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hi", "error": "mine"}\nno json\n{"prompt": "hi", "cache_salt": "a"}\n')
+    code, out, err = cli(capsys, "--num-kv-blocks", 50, "--max-tokens", 2, "--prompts", tmp_path / "p.jsonl",
+                         "--output", tmp_path / "o.jsonl")
+    answers = {a["index"]: a for a in map(json.loads, open(tmp_path / "o.jsonl"))}
+    assert code == 1 and "unknown field 'error'" in answers[0]["error"] and "line 2" in answers[1]["error"]
+    assert answers[2]["error"] is None and len(answers[2]["token_ids"]) == 2
