@@ -59,7 +59,7 @@ from model import ForwardBatch  # noqa: E402
 from nano_serve import EMBEDDED_MODEL, LLM, cpu_threads  # noqa: E402
 from request import Request  # noqa: E402
 from scheduler import SchedulerConfig  # noqa: E402
-from show import LineChart, Timeline, phases  # noqa: E402
+from show import LineChart, Timeline  # noqa: E402
 from simulator import SimulatedEngine  # noqa: E402
 
 PROMPT = SYSTEM + QUESTION
