@@ -79,9 +79,9 @@ def _dense_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, scale, M, L, D: tl.con
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     for start in range(0, L, TILE):
         keys = start + tl.arange(0, TILE)                                                # [TILE]
-        at = keys[:, None] * D + dims                                                    # [TILE, D]
-        k = tl.load(k_ptr + at, mask=keys[:, None] < L, other=0.0)                       # [TILE, D]
-        v = tl.load(v_ptr + at, mask=keys[:, None] < L, other=0.0)                       # [TILE, D]
+        offset = keys[:, None] * D + dims                                                    # [TILE, D]
+        k = tl.load(k_ptr + offset, mask=keys[:, None] < L, other=0.0)                       # [TILE, D]
+        v = tl.load(v_ptr + offset, mask=keys[:, None] < L, other=0.0)                       # [TILE, D]
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale                  # [BLOCK_M, TILE], log2 units
         scores = tl.where(keys[None, :] < L, scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))                                  # [BLOCK_M]
@@ -273,10 +273,10 @@ def _paged_attention_kernel(q_ptr, k_ptr, v_ptr, query_start_loc, seq_lens, bloc
 
         # 4) The result, or this split's share of it.
         if DECODE and seq_len > keys:
-            at = part_ptr + ((s.to(tl.int64) * H + head) * most_splits + piece) * (D + 2)    # [BLOCK_M]
-            tl.store(at[:, None] + dims, acc, mask=mask)
-            tl.store(at + D, m_i, mask=real)
-            tl.store(at + D + 1, l_i, mask=real)
+            to_ptr = part_ptr + ((s.to(tl.int64) * H + head) * most_splits + piece) * (D + 2)    # [BLOCK_M]
+            tl.store(to_ptr[:, None] + dims, acc, mask=mask)
+            tl.store(to_ptr + D, m_i, mask=real)
+            tl.store(to_ptr + D + 1, l_i, mask=real)
         else:
             acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]                          # a row without keys: 0 / 1
             tl.store(out_ptr + ((row0 + query) * H + head)[:, None] * D + dims, acc.to(out_ptr.dtype.element_ty), mask)
@@ -298,11 +298,11 @@ def _merge_kernel(query_start_loc, seq_lens, out_ptr, part_ptr, H, most_splits, 
     m_i, l_i, acc = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)                  # scalars, [BLOCK_D]
     for first in range(0, splits, WIDTH):
         i = first + tl.arange(0, WIDTH)                                                  # [WIDTH]
-        at = part_ptr + ((s * H + head) * most_splits + i) * (D + 2)                     # [WIDTH]
+        from_ptr = part_ptr + ((s * H + head) * most_splits + i) * (D + 2)                     # [WIDTH]
         mask = (i < splits)[:, None] & (dims < D)[None, :]                               # [WIDTH, BLOCK_D]
-        share = tl.load(at[:, None] + dims[None, :], mask=mask, other=0.0)               # [WIDTH, BLOCK_D]
-        part_m = tl.load(at + D, mask=i < splits, other=float("-inf"))                   # [WIDTH]
-        part_l = tl.load(at + D + 1, mask=i < splits, other=0.0)                         # [WIDTH]
+        share = tl.load(from_ptr[:, None] + dims[None, :], mask=mask, other=0.0)               # [WIDTH, BLOCK_D]
+        part_m = tl.load(from_ptr + D, mask=i < splits, other=float("-inf"))                   # [WIDTH]
+        part_l = tl.load(from_ptr + D + 1, mask=i < splits, other=0.0)                         # [WIDTH]
         m_new = tl.maximum(m_i, tl.max(part_m, axis=0))
         weight, old = tl.exp2(part_m - m_new), tl.exp2(m_i - m_new)                      # [WIDTH], scalar
         l_i = l_i * old + tl.sum(weight * part_l, axis=0)

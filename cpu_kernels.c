@@ -264,7 +264,7 @@ typedef struct { long s, first, kv_head; char *memory; } Task;       /* memory: 
 
 static inline long queries_of(const Batch *b, long s) { return b->starts[s + 1] - b->starts[s]; }
 
-static inline long room(const Batch *b, long s) {                    /* bytes that a sequence's first tasks leave */
+static inline long left_by(const Batch *b, long s) {                    /* bytes that a sequence's first tasks leave */
     return pad(queries_of(b, s) == 1 ? pad(b->lens[s], SPLIT) / SPLIT * b->H * PART * sizeof(float)
                                      : pad(b->lens[s], KEYS) * (D + WIDE) * b->Hkv * sizeof(elem), 64);
 }
@@ -307,12 +307,12 @@ int paged_attention(long S, long H, long Hkv, long bs, long width, const int32_t
     long tasks = S, bytes = 0, n_first = 0, n_second = 0, step = ROWS / G;
     for (long s = 0; s < S; s++) {               /* at most so many tasks, and just so many bytes */
         tasks += lens[s] / SPLIT + 1 + (queries_of(b, s) / step + 1) * Hkv;
-        bytes += room(b, s);
+        bytes += left_by(b, s);
     }
     char *memory = aligned_alloc(64, pad(bytes + 2 * tasks * sizeof(Task), 64)), *at = memory;
     if (!memory) return -1;
     Task *firsts = (Task *)(memory + bytes), *seconds = firsts + tasks;
-    for (long s = 0; s < S; at += room(b, s), s++) {
+    for (long s = 0; s < S; at += left_by(b, s), s++) {
         long decodes = queries_of(b, s) == 1;
         for (long first = 0; first < lens[s]; first += decodes ? SPLIT : KEYS)
             firsts[n_first++] = (Task){s, first, 0, at};

@@ -131,21 +131,21 @@ def _rope_and_write_kv_kernel(q, k, v, cos, sin, k_cache, v_cache, slot_mapping,
 
     real = (head < H) & (i < HALF)                                                       # [HEADS, BLOCK_HALF]
     x1, x2 = _load_halves(q + t * q_t + head * q_h, i, q_d, real, HALF)
-    at = q_out + (t * H + head) * (2 * HALF) + i
-    tl.store(at, (x1 * c - x2 * s).to(q.dtype.element_ty), mask=real)
-    tl.store(at + HALF, (x2 * c + x1 * s).to(q.dtype.element_ty), mask=real)
+    q_ptr = q_out + (t * H + head) * (2 * HALF) + i
+    tl.store(q_ptr, (x1 * c - x2 * s).to(q.dtype.element_ty), mask=real)
+    tl.store(q_ptr + HALF, (x2 * c + x1 * s).to(q.dtype.element_ty), mask=real)
 
     slot = tl.load(slot_mapping + t).to(tl.int64)
     real = (head < Hkv) & (i < HALF) & (slot >= 0)                                       # slot -1: nothing is written
-    at = slot // BLOCK_SIZE * c_b + slot % BLOCK_SIZE * c_s + head * c_h + i * c_d       # [HEADS, BLOCK_HALF]
+    offset = slot // BLOCK_SIZE * c_b + slot % BLOCK_SIZE * c_s + head * c_h + i * c_d       # [HEADS, BLOCK_HALF]
     x1, x2 = _load_halves(k + t * k_t + head * k_h, i, k_d, real, HALF)
     # Through k's own dtype on the way to the cache's, so that the cache holds what the twin would have put there.
     y1, y2 = (x1 * c - x2 * s).to(k.dtype.element_ty), (x2 * c + x1 * s).to(k.dtype.element_ty)
-    tl.store(k_cache + at, y1.to(k_cache.dtype.element_ty), mask=real)
-    tl.store(k_cache + at + HALF * c_d, y2.to(k_cache.dtype.element_ty), mask=real)
+    tl.store(k_cache + offset, y1.to(k_cache.dtype.element_ty), mask=real)
+    tl.store(k_cache + offset + HALF * c_d, y2.to(k_cache.dtype.element_ty), mask=real)
     x1, x2 = _load_halves(v + t * k_t + head * k_h, i, k_d, real, HALF)
-    tl.store(v_cache + at, x1.to(v_cache.dtype.element_ty), mask=real)
-    tl.store(v_cache + at + HALF * c_d, x2.to(v_cache.dtype.element_ty), mask=real)
+    tl.store(v_cache + offset, x1.to(v_cache.dtype.element_ty), mask=real)
+    tl.store(v_cache + offset + HALF * c_d, x2.to(v_cache.dtype.element_ty), mask=real)
 
 
 @jit

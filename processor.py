@@ -172,11 +172,11 @@ class OutputProcessor:
             return logits
         end_rows, row = [], 0
         for r in output.scheduled_requests:
-            if at := r.prompt_positions(output.num_scheduled_tokens[r.request_id]):
-                token_ids = r.prompt_token_ids[at.start + 1:at.stop + 1]
-                self.report_prompt(r, prompt_logprobs(logits[row:row + len(at)], token_ids,
+            if places := r.prompt_positions(output.num_scheduled_tokens[r.request_id]):
+                token_ids = r.prompt_token_ids[places.start + 1:places.stop + 1]
+                self.report_prompt(r, prompt_logprobs(logits[row:row + len(places)], token_ids,
                                                       r.sampling_params.prompt_logprobs))
-                row += len(at)
+                row += len(places)
             if r.num_computed_tokens == r.num_tokens:
                 end_rows.append(row)
                 row += 1

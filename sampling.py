@@ -38,8 +38,8 @@ def sample(logits, requests):
     piece = 64 if logits.is_cuda else max(1, 2 ** 17 // logits.shape[1])
     for start in range(0, len(rows), piece):
         part = rows[start:start + piece]
-        at = slice(start, start + piece) if len(rows) == len(requests) else part     # a slice costs no copy
-        for i, token_id in zip(part, draw(logits[at], best[at], [requests[i] for i in part])):
+        where = slice(start, start + piece) if len(rows) == len(requests) else part     # a slice costs no copy
+        for i, token_id in zip(part, draw(logits[where], best[where], [requests[i] for i in part])):
             token_ids[i] = token_id
     return token_ids
 
@@ -166,9 +166,9 @@ class Walk:
         """For each row the token that holds unit `target` of the row's weight, 0 the first, and the weight up to its
         end: n pairs (id, weight)."""
         targets = self.reached.new_tensor(targets)[:, None]                          # [n, 1]
-        at = torch.searchsorted(self.reached, targets, right=True)                   # [n, 1] the bucket
+        buckets = torch.searchsorted(self.reached, targets, right=True)                   # [n, 1] the bucket
         found = []
-        for row, bucket in enumerate(at.flatten().tolist()):
+        for row, bucket in enumerate(buckets.flatten().tolist()):
             ids = (self.bucket[row] == bucket).nonzero().flatten()                   # [m] ascending
             ids = ids[self.logits[row, ids].sort(descending=True, stable=True).indices]
             ends = self.weights[row, ids].cumsum(0)                                  # [m]
