@@ -131,9 +131,9 @@ def _rope_and_write_kv_kernel(q, k, v, cos, sin, k_cache, v_cache, slot_mapping,
 
     real = (head < H) & (i < HALF)                                                       # [HEADS, BLOCK_HALF]
     x1, x2 = _load_halves(q + t * q_t + head * q_h, i, q_d, real, HALF)
-    q_ptr = q_out + (t * H + head) * (2 * HALF) + i
-    tl.store(q_ptr, (x1 * c - x2 * s).to(q.dtype.element_ty), mask=real)
-    tl.store(q_ptr + HALF, (x2 * c + x1 * s).to(q.dtype.element_ty), mask=real)
+    out_ptr = q_out + (t * H + head) * (2 * HALF) + i
+    tl.store(out_ptr, (x1 * c - x2 * s).to(q.dtype.element_ty), mask=real)
+    tl.store(out_ptr + HALF, (x2 * c + x1 * s).to(q.dtype.element_ty), mask=real)
 
     slot = tl.load(slot_mapping + t).to(tl.int64)
     real = (head < Hkv) & (i < HALF) & (slot >= 0)                                       # slot -1: nothing is written
