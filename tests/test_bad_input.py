@@ -1,4 +1,7 @@
 """Values that callers really pass: NumPy's and PyTorch's, of the wrong type, too long to print. Each costs its request alone."""
+import json
+import pathlib
+import shutil
 import warnings
 from decimal import Decimal
 from fractions import Fraction
@@ -8,7 +11,7 @@ import pytest
 import toys
 import torch
 
-from nano_serve import LLM, EngineArgs, LLMEngine, SamplingParams
+from nano_serve import EMBEDDED_MODEL, LLM, EngineArgs, LLMEngine, SamplingParams
 
 HUGE = 10 ** 5000            # Python writes no integer of more than 4,300 digits
 NO_NAME = lambda value: value if isinstance(value, str) else type(value).__name__       # pytest would print it
@@ -106,3 +109,12 @@ def test_the_id_of_a_request_is_a_text():
 def test_a_model_is_a_text_or_a_path(value):
     with pytest.raises(ValueError, match="--model"):
         EngineArgs(value)
+
+
+def test_defaults_that_nobody_takes_may_be_wrong(tmp_path):
+    folder = pathlib.Path(shutil.copytree(EMBEDDED_MODEL, tmp_path / "model"))
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": "warm"}))
+    with LLM(str(folder), num_kv_blocks=50) as llm:
+        assert ends(llm, "Once upon") == [("length", "")]
+        with pytest.raises(ValueError, match="temperature"):
+            llm.generate("Once upon")
