@@ -118,3 +118,11 @@ def test_defaults_that_nobody_takes_may_be_wrong(tmp_path):
         assert ends(llm, "Once upon") == [("length", "")]
         with pytest.raises(ValueError, match="temperature"):
             llm.generate("Once upon")
+
+
+@pytest.mark.parametrize("options, name", [({"chat_template": t}, "chat_template is") for t in (["a"], {}, 5, b"x", HUGE)] + [
+    ({"chat_template_kwargs": k}, "chat_template_kwargs is") for k in ([HUGE], {"messages": HUGE}, "x")], ids=NO_NAME)
+def test_a_chat_option_of_the_wrong_type_costs_only_its_conversation(llm, options, name):
+    chat = {"messages": [{"role": "user", "content": "Hello"}]}
+    (bad, why), good = ends(llm, [chat | options, chat])
+    assert bad == "error" and why.startswith(name) and good == ("length", "")
