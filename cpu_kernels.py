@@ -43,8 +43,8 @@ FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-sig
 
 
 def compiler():
-    """The C compiler's path, and what $CC gives it to begin with ("ccache gcc", "gcc -m64"). On Linux gcc before cc: its OpenMP is the one that PyTorch brings along, so both share one
-    set of threads, where clang's would start a second one."""
+    """The C compiler's path, and what $CC gives it to begin with ("ccache gcc", "gcc -m64"). On Linux gcc before cc: its
+    OpenMP is the one that PyTorch brings along, so both share one set of threads, where clang's would start a second."""
     given = os.environ.get("CC", "").strip()
     try:                                         # one path with blanks in it, or a command with arguments
         commands = [[given] if shutil.which(given) else shlex.split(given)] if given else [["gcc"], ["cc"], ["clang"]]
@@ -120,7 +120,7 @@ def load(dtype, head_size, G):
     """The library itself. A file of its name that is none (a disk was full, somebody's hand) is made anew, once."""
     for anew in False, True:
         try:
-            c = ctypes.CDLL(str(build(dtype, head_size, G, anew).absolute()))    # after torch: its OpenMP is then c's, too
+            c = ctypes.CDLL(str(build(dtype, head_size, G, anew).absolute()))    # after torch: its OpenMP is c's, too
             for name, (result, *arguments) in SIGNATURES.items():
                 getattr(c, name).restype, getattr(c, name).argtypes = result, arguments
             return c

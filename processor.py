@@ -102,7 +102,8 @@ class InputProcessor:
     def _check_ids(self, what, ids):
         for i in ids:
             if type(i) is not int or not 0 <= i < self.config.vocab_size:
-                raise RequestRefused(f"{what} {show(i, 40)} is not in the vocabulary, 0 to {self.config.vocab_size - 1}")
+                raise RequestRefused(f"{what} {show(i, 40)} is not in the vocabulary, 0 to "
+                                     f"{self.config.vocab_size - 1}")
 
     def _check_params(self, params, banned):
         """What SamplingParams can't know: the vocabulary, and this engine's limits."""

@@ -210,14 +210,15 @@ class SamplingParams:
                     raise RequestRefused(f"{name}: id {show(i, 40)} is not in the vocabulary, 0 to {vocab_size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) > vocab_size:
-                raise RequestRefused(f"{name} = {show(getattr(self, name), 40)} is more than the vocabulary, {vocab_size}")
+                raise RequestRefused(f"{name} = {show(getattr(self, name), 40)} is more than the vocabulary, "
+                                     f"{vocab_size}")
         possible = set(range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids)
         possible -= {ids[0] for ids in bad_words_token_ids if len(ids) == 1}
         if not possible:
             raise RequestRefused("allowed_token_ids and bad_words leave no token that could come")
         if self.min_tokens and not possible - set(self.stop_token_ids) - set(() if self.ignore_eos else eos_token_ids):
-            raise RequestRefused(f"min_tokens = {show(self.min_tokens, 40)} holds back every stop token and end of sequence, and "
-                                 "stop_token_ids, allowed_token_ids and bad_words leave no other token that could come")
+            raise RequestRefused(f"min_tokens = {show(self.min_tokens, 40)} holds back every stop token and end of "
+                                 "sequence, and stop_token_ids, allowed_token_ids and bad_words leave no other token that could come")
 
 
 def _checked(name, kind, value, low, high):

@@ -259,7 +259,8 @@ class Scheduler:
         manager = self.kv_cache_manager
         for request in self.requests.values():
             request.status = RequestStatus.FINISHED
-        KVCacheManager.__init__(manager, manager.block_pool.num_blocks, manager.block_size, manager.enable_prefix_caching)
+        num_blocks = manager.block_pool.num_blocks
+        KVCacheManager.__init__(manager, num_blocks, manager.block_size, manager.enable_prefix_caching)
         Scheduler.__init__(self, self.config, manager)
 
     def has_unfinished_requests(self) -> bool:

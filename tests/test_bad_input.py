@@ -61,7 +61,8 @@ def test_parameters_of_the_wrong_type_cost_only_their_request(params, name):
 
 @pytest.mark.parametrize("name, value", [
     ("n", HUGE), ("stop_token_ids", [-HUGE]), ("min_tokens", HUGE), ("logit_bias", {-HUGE: 1}), ("stop", [HUGE]),
-    ("temperature", Decimal("0.5")), ("temperature", torch.tensor(0.5)), ("top_p", float("nan")), ("detokenize", np.False_), ("n", "1")], ids=NO_NAME)
+    ("temperature", Decimal("0.5")), ("temperature", torch.tensor(0.5)), ("top_p", float("nan")), ("detokenize", np.False_),
+    ("n", "1")], ids=NO_NAME)
 def test_a_value_that_cannot_be_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=name):
         SamplingParams(**{name: value})
@@ -85,7 +86,8 @@ def test_what_is_no_conversation_is_refused_once(llm, messages):
     assert output.outputs[0].finish_reason == "error"
 
 
-@pytest.mark.parametrize("value", [np.array([1, 2]), torch.tensor([1, 2]), HUGE, -HUGE, torch.tensor(1.5), "16", [16], float("nan")], ids=NO_NAME)
+@pytest.mark.parametrize("value", [np.array([1, 2]), torch.tensor([1, 2]), HUGE, -HUGE, torch.tensor(1.5), "16", [16], float("nan")],
+                         ids=NO_NAME)
 def test_an_option_of_the_wrong_type_is_refused_by_name(value):
     with pytest.raises(ValueError, match="--gpu-memory-utilization"):
         EngineArgs(gpu_memory_utilization=value)
