@@ -43,8 +43,8 @@ FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-sig
 
 
 def compiler():
-    """The C compiler's path, and what $CC gives it to begin with ("ccache gcc", "gcc -m64"). On Linux gcc before cc: its
-    OpenMP is the one that PyTorch brings along, so both share one set of threads, where clang's would start a second."""
+    """The C compiler's path, and what $CC gives it to begin with ("ccache gcc", "gcc -m64"). On Linux gcc before cc:
+    its OpenMP is the one that PyTorch brings along, so both share one set of threads; clang's would start a second."""
     given = os.environ.get("CC", "").strip()
     try:                                         # one path with blanks in it, or a command with arguments
         commands = [[given] if shutil.which(given) else shlex.split(given)] if given else [["gcc"], ["cc"], ["clang"]]
