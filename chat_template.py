@@ -10,7 +10,7 @@ import json
 from datetime import datetime
 
 from checkpoint import CheckpointError
-from request import RequestRefused
+from request import RequestRefused, show
 
 MARK = "END_OF_THE_LAST_MESSAGE "      # ends in a space, to see whether the template trims what it is given
 REASONING = ("reasoning_content", "thinking", "reasoning")     # what templates and senders call the same field
@@ -34,6 +34,8 @@ def read_templates(folder, config):
 def render(templates, messages, chat_template, add_generation_prompt, continue_final_message, tools, known, given):
     """One of a checkpoint's templates (or another one, chat_template) over `messages`; `known` and `given` are what
     else it sees, the latter from the request. See TextCodec.apply_chat_template. Raises RequestRefused."""
+    if chat_template is not None and not isinstance(chat_template, str):
+        raise RequestRefused(f"chat_template is a template's text, or the name of one, not {show(chat_template)}")
     name = "tool_use" if tools is not None and "tool_use" in templates else "default"
     source = templates.get(chat_template or name, chat_template)
     if not isinstance(source, str) or not source:
@@ -43,7 +45,7 @@ def render(templates, messages, chat_template, add_generation_prompt, continue_f
                              "another: at most one of them may be true")
     if not isinstance(given, dict) or given.keys() & {"chat_template", "tokenize", "messages"}:
         raise RequestRefused("chat_template_kwargs is a dict of further variables, none of them messages, tokenize "
-                             f"or chat_template, not {given!r:.80}")
+                             f"or chat_template, not {show(given)}")
     try:
         template, loops, asks = compile_template(source)
         messages = [_plain_message(m, loops, asks) for m in json.loads(json.dumps(_checked(messages)))]
@@ -100,7 +102,7 @@ def _checked(messages):
         isinstance(m.get("content"), (str, list, tuple)) or m.get("content") is None and m.get("tool_calls"))
     if not messages or not isinstance(messages, (list, tuple)) or not all(map(good, messages)):
         raise RequestRefused('messages are a list of {"role": text, "content": text or parts}, at least one, '
-                             f"not {messages!r:.80}")
+                             f"not {show(messages)}")
     return messages
 
 

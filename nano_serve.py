@@ -368,8 +368,8 @@ class LLM:
         if not len(params) == len(priorities) == len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters and "
                              f"{len(priorities)} priorities")
-        default = self.get_default_sampling_params()
-        return self._stream(list(zip(prompts, [default if p is None else p for p in params], priorities)))
+        params = [self.get_default_sampling_params() if p is None else p for p in params]
+        return self._stream(list(zip(prompts, params, priorities)))
 
     def _stream(self, todo):
         if self.engine.closed:

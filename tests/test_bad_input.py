@@ -1,4 +1,7 @@
 """Values that callers really pass: NumPy's and PyTorch's, of the wrong type, too long to print. Each costs its request alone."""
+import json
+import pathlib
+import shutil
 import warnings
 from decimal import Decimal
 from fractions import Fraction
@@ -8,7 +11,7 @@ import pytest
 import toys
 import torch
 
-from nano_serve import LLM, EngineArgs, LLMEngine, SamplingParams
+from nano_serve import EMBEDDED_MODEL, LLM, EngineArgs, LLMEngine, SamplingParams
 
 HUGE = 10 ** 5000            # Python writes no integer of more than 4,300 digits
 NO_NAME = lambda value: value if isinstance(value, str) else type(value).__name__       # pytest would print it
@@ -58,7 +61,8 @@ def test_parameters_of_the_wrong_type_cost_only_their_request(params, name):
 
 @pytest.mark.parametrize("name, value", [
     ("n", HUGE), ("stop_token_ids", [-HUGE]), ("min_tokens", HUGE), ("logit_bias", {-HUGE: 1}), ("stop", [HUGE]),
-    ("temperature", Decimal("0.5")), ("temperature", torch.tensor(0.5)), ("top_p", float("nan")), ("detokenize", np.False_), ("n", "1")], ids=NO_NAME)
+    ("temperature", Decimal("0.5")), ("temperature", torch.tensor(0.5)), ("top_p", float("nan")), ("detokenize", np.False_),
+    ("n", "1")], ids=NO_NAME)
 def test_a_value_that_cannot_be_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=name):
         SamplingParams(**{name: value})
@@ -82,7 +86,8 @@ def test_what_is_no_conversation_is_refused_once(llm, messages):
     assert output.outputs[0].finish_reason == "error"
 
 
-@pytest.mark.parametrize("value", [np.array([1, 2]), torch.tensor([1, 2]), HUGE, -HUGE, torch.tensor(1.5), "16", [16], float("nan")], ids=NO_NAME)
+@pytest.mark.parametrize("value", [np.array([1, 2]), torch.tensor([1, 2]), HUGE, -HUGE, torch.tensor(1.5), "16", [16], float("nan")],
+                         ids=NO_NAME)
 def test_an_option_of_the_wrong_type_is_refused_by_name(value):
     with pytest.raises(ValueError, match="--gpu-memory-utilization"):
         EngineArgs(gpu_memory_utilization=value)
@@ -106,3 +111,20 @@ def test_the_id_of_a_request_is_a_text():
 def test_a_model_is_a_text_or_a_path(value):
     with pytest.raises(ValueError, match="--model"):
         EngineArgs(value)
+
+
+def test_defaults_that_nobody_takes_may_be_wrong(tmp_path):
+    folder = pathlib.Path(shutil.copytree(EMBEDDED_MODEL, tmp_path / "model"))
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": "warm"}))
+    with LLM(str(folder), num_kv_blocks=50) as llm:
+        assert ends(llm, "Once upon") == [("length", "")]
+        with pytest.raises(ValueError, match="temperature"):
+            llm.generate("Once upon")
+
+
+@pytest.mark.parametrize("options, name", [({"chat_template": t}, "chat_template is") for t in (["a"], {}, 5, b"x", HUGE)] + [
+    ({"chat_template_kwargs": k}, "chat_template_kwargs is") for k in ([HUGE], {"messages": HUGE}, "x")], ids=NO_NAME)
+def test_a_chat_option_of_the_wrong_type_costs_only_its_conversation(llm, options, name):
+    chat = {"messages": [{"role": "user", "content": "Hello"}]}
+    (bad, why), good = ends(llm, [chat | options, chat])
+    assert bad == "error" and why.startswith(name) and good == ("length", "")
