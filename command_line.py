@@ -3,8 +3,7 @@
 Promises  a line, a question or an option that is wrong costs only itself and is named; Ctrl-C keeps what is finished
           (exit code 130). Where stdout is no terminal, it is plain text, with what the model says byte for byte.
 Order     1 The options.  2 Jobs: what is to be answered.  3 answer_all, chat_loop: the two ways to answer.
-          4 Report: what is shown and kept.  5 shard_report: what each rank holds.  6 main.
-          What a terminal needs stands in terminal.py.
+          4 Report: what is shown and kept.  5 shard_report: what each rank holds.  6 main.  Beside it terminal.py.
 """
 import argparse
 import dataclasses
@@ -102,7 +101,8 @@ def prepare(job, defaults, use_template):
 
 def question_of(job):
     """What stands above the answer: the text, the last message, or whatever there is."""
-    asked = "?" if isinstance(job, ValueError) else job.get("prompt", job.get("messages", job.get("prompt_token_ids", "?")))
+    forms = {} if isinstance(job, ValueError) else job
+    asked = next((forms[form] for form in ("prompt", "messages", "prompt_token_ids") if form in forms), "?")
     if isinstance(asked, list) and asked and isinstance(asked[-1], dict):
         asked = asked[-1].get("content")
     return asked if isinstance(asked, str) else f"{asked!s:.60}"
@@ -439,9 +439,8 @@ def start(engine_args):
         from nano_serve import LLM
     folder = find_checkpoint(engine_args.model)      # a hub id: the hub's own bars say how far the download is
     size, tp = sum(f.stat().st_size for f in Path(folder).glob("*.safetensors")), engine_args.tensor_parallel_size
-    text = f"loading {Path(engine_args.model).name}, {size / 1e9:.1f} GB"
-    if tp > 1:
-        text += f", on {tp} ranks" + ("" if sys.platform == "linux" else "; each starts a Python and imports PyTorch")
+    ranks = f", on {tp} ranks" + ("" if sys.platform == "linux" else "; each starts a Python and imports PyTorch")
+    text = f"loading {Path(engine_args.model).name}, {size / 1e9:.1f} GB{ranks if tp > 1 else ''}"
     options = {f.name: getattr(engine_args, f.name) for f in dataclasses.fields(EngineArgs)}
     with Patience(text):
         return LLM(**{**options, "model": str(folder)})
