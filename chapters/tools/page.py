@@ -22,6 +22,7 @@ import pathlib
 import sys
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -63,6 +64,12 @@ def parse_args(doc, argv=None, options=None):
     return args
 
 
+def keep_company(page, ended):
+    """A page's thread. It only knows the page by a weak reference: who forgets to end a page is rid of both."""
+    while not ended.wait(0.1) and page() is not None:
+        page().break_silence()
+
+
 class Page:
     """Where a walk-through writes: the console, and a folder of SVGs if one is wanted."""
 
@@ -74,7 +81,7 @@ class Page:
         self.console.width = self.args.width or min(self.console.width, WIDTH)
         self.what, self.spoke, self.ended = T("starting"), self.begin, threading.Event()
         self.forecast = None
-        threading.Thread(target=self._keep_company, daemon=True).start()
+        threading.Thread(target=keep_company, args=(weakref.ref(self), self.ended), daemon=True).start()
 
     # -- progress ------------------------------------------------------------------------------------------------------
 
@@ -82,15 +89,14 @@ class Page:
         """what: a template, or a Sentence; said with the seconds so far once nothing has been printed for a while."""
         self.what = what
 
-    def _keep_company(self):
+    def break_silence(self):
         """To stderr, so that a page that is written to a file holds the page alone."""
-        while not self.ended.wait(max(self.spoke + SILENCE - time.perf_counter(), .05)):
-            now = time.perf_counter()
-            if now - self.spoke >= SILENCE:
-                self.spoke = now
-                line = self.words(T("… {what}, {seconds:.0f} s"), what=self.words(self.what), seconds=now - self.begin)
-                with contextlib.suppress(OSError, ValueError):      # nobody reads it any more
-                    print(line, file=sys.stderr, flush=True)
+        now = time.perf_counter()
+        if now - self.spoke >= SILENCE:
+            self.spoke = now
+            line = self.words(T("… {what}, {seconds:.0f} s"), what=self.words(self.what), seconds=now - self.begin)
+            with contextlib.suppress(OSError, ValueError):      # nobody reads it any more
+                print(line, file=sys.stderr, flush=True)
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
