@@ -56,7 +56,7 @@ class EngineArgs:
                                     choices=("auto", "torch", "cpu", "triton"))
     enforce_eager: bool = option(False, "on a GPU: launch each kernel of each step, record no CUDA graphs of decodes")
     max_records: int = option(10_000, "step records kept, the newest", low=1)
-    max_n: int = option(16_384, "most answers that one request may ask for (n)", low=1)
+    max_n: int = option(1024, "most answers that one request may ask for (n)", low=1)
     max_stop_strings: int = option(64, "most stop strings of one request", low=0)
     check_invariants: bool = option(False, "check the scheduler's and the pool's accounts after every step (slow)")
 

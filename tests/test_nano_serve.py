@@ -679,3 +679,15 @@ def test_text_of_an_aborted_request_is_not_thrown_away():
         assert last[0].finished and last[0].outputs[0].finish_reason == "abort" and len(last[0].outputs[0].token_ids) == 4
         assert last[0].outputs[0].text and len(last[1].outputs[0].token_ids) == 30
         assert "".join(o.outputs[0].delta for i, o in seen if i == 0) == last[0].outputs[0].text
+
+
+def test_answers_and_stop_strings_of_a_request_are_bounded_by_options():
+    """Each costs everybody's steps, so a server has a limit, and who needs more can raise it."""
+    few = dict(max_tokens=1, ignore_eos=True)
+    with LLM(num_kv_blocks=50, max_n=2, max_stop_strings=3) as llm:
+        for params, option in ((SamplingParams(n=3, **few), "--max-n"), (SamplingParams(stop=list("abcd"), **few), "--max-stop-strings")):
+            with pytest.warns(UserWarning, match=option):
+                assert option in llm.generate("x", params)[0].error
+        assert len(llm.generate("x", SamplingParams(n=2, stop=list("abc"), **few))[0].outputs) == 2
+    with LLM(num_kv_blocks=50) as llm, pytest.warns(UserWarning, match="--max-n"):
+        assert llm.generate("x", SamplingParams(n=16384, **few))[0].error
