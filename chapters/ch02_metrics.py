@@ -60,7 +60,7 @@ from workloads import SampleRequest, arrival_times, random_requests  # noqa: E40
 
 # %% The server
 BIG, PROMPT = Ledger(), SYSTEM + QUESTION                           # Llama-3-70B, 8 H100s, FP16
-RUNS = 48                                                           # so many of its runs take as long as the chapter
+RUNS = 60                                                           # so many of its runs take as long as the chapter
 SERVER = Server(BIG, SLO, PRICE, REQUESTS)                          # under load, in virtual time
 
 
@@ -72,7 +72,7 @@ if __name__ == "__main__":
     SERVER.at_rate(CALM)                        # is wanted below, too, and kept
     probe, begun = time.perf_counter() - begin, begin - page.begin
     page.start(T("Chapter 2, walked through: how to measure a serving system"),
-               RUNS * probe + begun * (1 + page.args.tp / 4))
+               RUNS * probe + begun * (1 + page.args.tp / 2))
     page.say("""Here: the tiny Llama-3 that comes with the project, on this CPU, measured as you watch. 70B: Llama-3-70B
         on 8 H100s, the engine's own scheduler on the ledger's clock. Its times are estimates, marked ~. Lengths are
         those of real conversations, Azure's of 2023.""")
