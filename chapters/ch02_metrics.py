@@ -60,7 +60,7 @@ from workloads import SampleRequest, arrival_times, random_requests  # noqa: E40
 
 # %% The server
 BIG, PROMPT = Ledger(), SYSTEM + QUESTION                           # Llama-3-70B, 8 H100s, FP16
-RUNS = 36                                                           # so many of its runs take as long as the chapter
+RUNS = 60                                                           # so many of its runs take as long as the chapter
 SERVER = Server(BIG, SLO, PRICE, REQUESTS)                          # under load, in virtual time
 
 
@@ -72,7 +72,7 @@ if __name__ == "__main__":
     SERVER.at_rate(CALM)                        # is wanted below, too, and kept
     probe, begun = time.perf_counter() - begin, begin - page.begin
     page.start(T("Chapter 2, walked through: how to measure a serving system"),
-               RUNS * probe + begun * (1 + page.args.tp / 4))
+               RUNS * probe + begun * (1 + page.args.tp / 2))
     page.say("""Here: the tiny Llama-3 that comes with the project, on this CPU, measured as you watch. 70B: Llama-3-70B
         on 8 H100s, the engine's own scheduler on the ledger's clock. Its times are estimates, marked ~. Lengths are
         those of real conversations, Azure's of 2023.""")
@@ -415,9 +415,10 @@ if __name__ == "__main__":
     kinds = same_rate()
     page.say("5. Requests a second alone. The same rate, of three kinds of request:")
     page.table(Sentence("70B, {rate:g} requests/s", rate=CALM / 2),
-               ["", *T(["requests/s>", "output tokens/s>", "all tokens/s>", "P99 ITL ms>", "MFU>"])],
-               [(Sentence(kind), *[f"~{r[name]:,.1f}" for name in ("request_throughput", "output_throughput",
-                 "total_token_throughput", "p99_itl_ms")], f"~{r['mfu']:.1%}") for kind, r in kinds.items()],
+               ["", *T(["P50 in>", "P50 out>", "requests/s>", "output tokens/s>", "all tokens/s>", "MFU>"])],
+               [(Sentence(kind), *[f"{percentile(r[key], 50):,.0f}" for key in ("input_lens", "output_lens")],
+                 *[f"~{r[key]:,.1f}" for key in ("request_throughput", "output_throughput", "total_token_throughput")],
+                 f"~{r['mfu']:.1%}") for kind, r in kinds.items()],
                "ch02_kinds")
     page.doing(T("smaller and smaller pools"))
     tight = pools()
@@ -432,6 +433,31 @@ if __name__ == "__main__":
         doesn't swap. Who is preempted (抢占) gives its blocks back and is computed again (重计算), as counted above.""")
 
 
+# %% Side by side
+if __name__ == "__main__":
+    busy, (_, _, decode_mfu, decode_mbu), (stall, smooth) = split[RATES[-1]], utilisation((1,))[1], [
+        [b - a for a, b in zip(streams["70B", how], streams["70B", how][1:])] for how in BUDGETS]
+    (_, chat), (_, code), *_ = kinds.items()
+    (_, _, roomy), *_, (_, _, full) = tight
+    says = [Sentence("mean E2E ~{s:.1f} s", s=mean), Sentence("TTFT ~{ms:,.0f} ms", ms=busy[0]),
+            Sentence("TPOT ~{a:.1f}, ~{b:.1f} ms", a=1e3 * statistics.fmean(stall), b=1e3 * statistics.fmean(smooth)),
+            Sentence("GPU utilisation 100 %"),
+            Sentence("{a:.1f}, {b:.1f} requests/s", a=chat["request_throughput"], b=code["request_throughput"]),
+            Sentence("KV use {a:.0%}, {b:.0%}", a=roomy["kv_use"], b=full["kv_use"])]
+    happened = [Sentence("P99 ~{s:.1f} s", s=percentile(e2es, 99)),
+                Sentence("~{ms:,.0f} ms of it in the queue", ms=busy[1]),
+                Sentence("worst gap ~{a:.0f}, ~{b:.0f} ms", a=1e3 * max(stall), b=1e3 * max(smooth)),
+                Sentence("MFU ~{mfu:.2%}, MBU ~{mbu:.0%}", mfu=decode_mfu, mbu=decode_mbu),
+                Sentence("~{a:,.0f}, ~{b:,.0f} output tokens/s", a=chat["output_throughput"],
+                         b=code["output_throughput"]),
+                Sentence("SLO kept {a:.0%}, {b:.0%}", a=roomy["kept"], b=full["kept"])]
+    names = T(["the mean alone", "TTFT = prefill", "TPOT = smooth", "utilisation = efficiency", "requests/s alone",
+               "full = good"])
+    page.table(Sentence("Six misreadings, in figures of the runs above"),
+               ["", *T(["what the dashboard says", "what happened"])],
+               [(Sentence(name), *pair) for name, *pair in zip(names, says, happened)], "ch02_misreadings")
+
+
 # %% [markdown]
 """
 ## 4. Load: who sends, and when (怎么测)
@@ -443,13 +469,15 @@ Open loop (开环): requests come when they come. Closed loop (闭环): the next
 
 # %%
 def omission(rate=3, clients=3, n=300):
-    """A server that freezes, behind it a closed loop of few clients: {percentile: (E2E from when it was sent, from when
-    it was due)}, seconds; how many were sent late."""
+    """A server that freezes. {percentile: E2E in seconds (in a closed loop of few clients, from when it was sent; of
+    the same run, from when it was due; in an open loop)}; how many the closed loop sent late."""
     requests = random_requests(n, 400, 50)
-    outputs, _ = SERVER.send(requests, arrival_times(requests, rate, math.inf), clients, progress=freeze(20.0, STALL))
-    sent, due = [o.latency for o in outputs], [o.latency + o.client_queue_time for o in outputs]
-    late = sum(o.client_queue_time > 0.001 for o in outputs)
-    return {p: (percentile(sent, p), percentile(due, p)) for p in (50, 95, 99)}, late
+    times, freezing = arrival_times(requests, rate, math.inf), freeze(20.0, STALL)
+    closed, opened = (SERVER.send(requests, times, most, progress=freezing)[0] for most in (clients, None))
+    sent, due = [o.latency for o in closed], [o.latency + o.client_queue_time for o in closed]
+    late = sum(o.client_queue_time > 0.001 for o in closed)
+    return {p: [percentile(seconds, p) for seconds in (sent, due, [o.latency for o in opened])]
+            for p in (50, 95, 99)}, late
 
 
 def bursts(rate=CALM):
@@ -490,9 +518,9 @@ if __name__ == "__main__":
     page.say("""Coordinated omission. A server freezes for {stall:g} s. {clients} clients send the next request when
         they have an answer, so they send nothing while it stands, and measure nothing. {late} requests were late, and
         counted from when they were sent nobody notices:""", stall=STALL, clients=3, late=late)
-    page.table(Sentence("70B, E2E latency in s of the same run"),
-               ["", *T(["from sending (wrong)>", "from when it was due>"])],
-               [(f"P{p}", f"~{sent:.2f}", f"~{due:.2f}") for p, (sent, due) in found.items()], "ch02_omission")
+    page.table(Sentence("70B, E2E latency in s as the server freezes"),
+               ["", *T(["closed, from sending (wrong)>", "closed, from due>", "open loop>"])],
+               [(f"P{p}", *[f"~{seconds:.2f}" for seconds in row]) for p, row in found.items()], "ch02_omission")
     gaps = bursts()
     names = T(["fixed gaps", "Poisson", "bursts"])
     page.table(Sentence("70B, the same requests at the same mean rate, {rate} a second", rate=CALM),
@@ -682,6 +710,8 @@ if __name__ == "__main__":
              T("in this file, SLO = {{\"ttft\": 500.0, \"tpot\": 20.0}}: where is the knee now, and what does a good "
                "token cost there?"),
              T("in this file, CALM = 12: which of the six misreadings get worse?"),
+             T("python chapters/tools/sweep.py --slo ttft:500 tpot:20: the same curve over the number of clients; "
+               "what is the knee of a closed loop?"),
              T("python chapters/tools/bench.py --request-rate 8 --goodput ttft:500 tpot:50: the table of vllm bench "
                "serve, of the engine here"),
              T("Then the exercises, make grade CH=2, and the lab, make lab CH=2; and the article's chapter 3."))

@@ -34,7 +34,7 @@ ZH = {
     "what happens": "发生了什么",
     "The intervals of one request, here": "一个请求的各个区间，本机",
     "queue": "排队",
-    "prefill": "Prefill",
+    "prefill": "Prefill（预填充）",
     "the worst ITL": "最长的 ITL",
     "the client sends": "客户端发出请求",
     "the engine starts": "引擎开始处理",
@@ -127,6 +127,8 @@ ZH = {
     "the running example": "贯穿全文的例子",
     "requests/s>": "请求/秒>",
     "output tokens/s>": "输出 token/秒>",
+    "P50 in>": "输入 P50>",
+    "P50 out>": "输出 P50>",
     "all tokens/s>": "全部 token/秒>",
     "smaller and smaller pools": "KV 池越来越小",
     "6. A full KV memory taken for a good one. The same load on smaller and smaller pools:":
@@ -140,6 +142,27 @@ ZH = {
     "The fuller the memory, the worse the service. The article speaks of swapping KV out and in here; vLLM V1 doesn't "
     "swap. Who is preempted (抢占) gives its blocks back and is computed again (重计算), as counted above.":
         "池子越满，服务越差。文章在这里说到 KV 换出换入，但 vLLM V1 并不换出：被抢占的请求交还所有块，之后重新计算，上表数的就是重算的 token。",
+    "Six misreadings, in figures of the runs above": "六种误读，数字出自上面各次运行",
+    "what the dashboard says": "仪表盘说",
+    "what happened": "实际发生的",
+    "the mean alone": "只看平均值",
+    "TTFT = prefill": "TTFT = Prefill 时间",
+    "TPOT = smooth": "TPOT = 流畅",
+    "utilisation = efficiency": "利用率 = 效率",
+    "requests/s alone": "只看请求/秒",
+    "full = good": "越满越好",
+    "mean E2E ~{s:.1f} s": "E2E 平均 ~{s:.1f} 秒",
+    "TTFT ~{ms:,.0f} ms": "TTFT ~{ms:,.0f} 毫秒",
+    "TPOT ~{a:.1f}, ~{b:.1f} ms": "TPOT ~{a:.1f}、~{b:.1f} 毫秒",
+    "GPU utilisation 100 %": "GPU 利用率 100%",
+    "{a:.1f}, {b:.1f} requests/s": "每秒 {a:.1f}、{b:.1f} 个请求",
+    "KV use {a:.0%}, {b:.0%}": "KV 占用 {a:.0%}、{b:.0%}",
+    "P99 ~{s:.1f} s": "P99 为 ~{s:.1f} 秒",
+    "~{ms:,.0f} ms of it in the queue": "其中 ~{ms:,.0f} 毫秒在排队",
+    "worst gap ~{a:.0f}, ~{b:.0f} ms": "最长间隔 ~{a:.0f}、~{b:.0f} 毫秒",
+    "MFU ~{mfu:.2%}, MBU ~{mbu:.0%}": "MFU 为 ~{mfu:.2%}，MBU 为 ~{mbu:.0%}",
+    "~{a:,.0f}, ~{b:,.0f} output tokens/s": "每秒输出 ~{a:,.0f}、~{b:,.0f} 个 token",
+    "SLO kept {a:.0%}, {b:.0%}": "SLO 达标 {a:.0%}、{b:.0%}",
     # 4
     "Load: who sends, and when": "怎么测：谁在发请求，什么时候发",
     "Coordinated omission. A server freezes for {stall:g} s. {clients} clients send the next request when they have "
@@ -147,9 +170,10 @@ ZH = {
     "from when they were sent nobody notices:":
         "协同遗漏（coordinated omission）。服务端停顿 {stall:g} 秒。{clients} 个客户端拿到回答才发下一个请求，停顿期间什么也没发，也就什么也没量到。有 {late} 个请求发晚了；从实"
         "际发出的时刻算起，谁也看不出来：",
-    "70B, E2E latency in s of the same run": "70B，同一次运行的 E2E 时延（秒）",
-    "from sending (wrong)>": "从发出算（错）>",
-    "from when it was due>": "从该发时算>",
+    "70B, E2E latency in s as the server freezes": "70B，服务端停顿时的 E2E 时延（秒）",
+    "closed, from sending (wrong)>": "闭环，从发出算（错）>",
+    "closed, from due>": "闭环，从该发时算>",
+    "open loop>": "开环>",
     "70B, the same requests at the same mean rate, {rate} a second":
         "70B，同样的请求，同样的平均到达率，每秒 {rate} 个",
     "fixed gaps": "固定间隔",
@@ -262,6 +286,9 @@ ZH = {
         "在本文件里把 SLO 改成 {{\"ttft\": 500.0, \"tpot\": 20.0}}：拐点移到哪里？那里一个达标的 token 要多少钱？",
     "in this file, CALM = 12: which of the six misreadings get worse?":
         "在本文件里令 CALM = 12：六种误读里哪几种更严重？",
+    "python chapters/tools/sweep.py --slo ttft:500 tpot:20: the same curve over the number of clients; what is the "
+    "knee of a closed loop?":
+        "python chapters/tools/sweep.py --slo ttft:500 tpot:20：横轴换成客户端数的同一条曲线；闭环的拐点在哪里？",
     "python chapters/tools/bench.py --request-rate 8 --goodput ttft:500 tpot:50: the table of vllm bench serve, of "
     "the engine here":
         "python chapters/tools/bench.py --request-rate 8 --goodput ttft:500 tpot:50：给本机的引擎打一张 vllm bench serve 的表",
