@@ -21,7 +21,7 @@ ZH = {
         Token 预算，所以 prompt 用 {chunks} 步算完，最后一步得到第 1 个 token。此后每一步都把上一步生成的 token 作为输入。""",
     "The life of one request (请求的生命周期)": "请求的生命周期",
     "step>": "步>", "ms>": "ms>", "computed>": "已计算>", "KV blocks>": "KV 块>", "MiB here>": "本机 MiB>",
-    "MiB, 70B>": "70B MiB>",
+    "MiB, 70B>": "70B 的 MiB>",
     "queued (排队)": "排队", "prefill": "prefill", "prefill, chunk {i}": "prefill 第 {i} 块", "decode {i}": "第 {i} 步 decode",
     "decode {i}-{j}, each": "第 {i}-{j} 步 decode，每步", "finished": "结束",
     """What stays between two steps is the KV cache: the keys and values of all tokens so far, in blocks of {size}
@@ -104,10 +104,10 @@ ZH = {
         最差的 TTFT 属于第一波的最后一个：预算 {budget} 个 token，一步最多容得下 {fit} 个 prompt。前缀缓存关闭，每个请求都
         完整计算自己的 prompt。SLO（服务等级目标）：P99 TTFT {ttft}，TPOT {tpot}。""",
     "70B on 8 H100s, simulated": "8 张 H100 上的 70B（模拟）", "the tiny model here, measured": "本机小模型（实测）",
-    "batch>": "batch>", "tokens/s>": "token/s>", "P50 TPOT>": "P50 TPOT>", "P99 TPOT>": "P99 TPOT>",
+    "batch>": "batch>", "tokens/s>": "每秒 Token>", "P50 TPOT>": "P50 TPOT>", "P99 TPOT>": "P99 TPOT>",
     "P50 TTFT>": "P50 TTFT>", "P99 TTFT>": "P99 TTFT>", "SLO": "SLO", "kept": "满足", "broken": "超出",
     "Batch size, throughput and latency: {title}": "Batch Size 对吞吐和延迟的影响：{title}",
-    "throughput (吞吐)": "吞吐", "latency of a request (单请求延迟)": "单请求延迟", "batch size": "Batch Size",
+    "throughput (吞吐)": "吞吐", "latency of a request (单请求延迟)": "单请求延迟", "batch size": "批大小 (Batch Size)",
     "% of the largest": "占最大值的 %", "within the SLO": "SLO 之内",
     """It cuts the curve at batch {batch}: {speed:,.0f} tokens/s. Batch {last} has {throughput:.1f} times the
     throughput, {latency:.1f} times the latency (mean E2E, the chart's second line), and, as a newcomer's prefill
@@ -185,7 +185,7 @@ ZH = {
     "The same request elsewhere": "同一个请求，换个环境", "the running example": "贯穿全文的例子",
     "Llama-3-8B on one GPU": "Llama-3-8B，单卡", "70B without GQA": "70B，不用 GQA", "70B on 8 A100s": "70B，8 张 A100",
     "70B on 8 B200s": "70B，8 张 B200",
-    "KiB a token>": "KiB/token>", "GB a GPU>": "GB/卡>", "prefill ms>": "prefill ms>", "decode ms>": "decode ms>",
+    "KiB a token>": "每 Token KiB>", "GB a GPU>": "GB/卡>", "prefill ms>": "prefill ms>", "decode ms>": "decode ms>",
     "at once>": "可同时容纳>",
 
     # 6
@@ -196,7 +196,7 @@ ZH = {
         """算一笔账，先算两个最基础的量。权重：{parameters:,} 个参数 x {n} 字节 = {weights:.1f} GB，{tp} 张卡每卡
         {share:.1f} GB。每个 token 的 KV：2（K 和 V）x {layers} 层 x {heads} 个 KV head x {d} x {n} 字节 = {kv:,} 字节 =
         {kib} KiB，每卡 {kib_gpu} KiB。""",
-    "Llama-3-70B, FP16, 8 x H100 80GB, TP=8": "Llama-3-70B，FP16，8 x H100 80GB，TP=8", "value>": "数值>", "how": "算法",
+    "Llama-3-70B, FP16, 8 x H100 80GB, TP=8": "Llama-3-70B，FP16，8 张 H100 80GB，TP=8", "value>": "数值>", "how": "算法",
     """The request of section 1 kept the same books: {prompt} blocks after the prompt, {end} at the end, {steps} steps.
     Only a token's share differs: {bytes:,} bytes, in fp32.""":
         """第 1 节里真实运行的请求是同一本账：prompt 算完时 {prompt} 块，结束时 {end} 块，共 {steps} 步。不同的只是每个 token
