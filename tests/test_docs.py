@@ -58,7 +58,7 @@ def test_commands_are_commands(path):
         elif words[0] == "pip":
             assert (ROOT / words[-1]).is_file(), line
         else:
-            assert words[0] in ("source", "echo", "python"), f"what is {line!r}?"
+            assert words[0] in ("source", "echo", "python", "python3"), f"what is {line!r}?"
 
 
 def test_the_readme_is_up_to_date_about_options():
