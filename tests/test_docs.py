@@ -13,7 +13,7 @@ from conftest import ROOT
 from command_line import make_parser
 
 READMES = [*ROOT.glob("README*.md"), *(ROOT / "chapters").rglob("README*.md"), ROOT / "models/README.md"]
-ELSEWHERE = ("make ", "source ", "pip ", "python -m venv", "python -m pytest")        # set-up, which .ci/run does
+ELSEWHERE = ("make ", "source ", "pip ", "python3 -m venv", "python -m pytest")        # set-up, which .ci/run does
 
 
 def blocks(path, language):
