@@ -230,6 +230,8 @@ def _paged_attention_kernel(q_ptr, k_ptr, v_ptr, query_start_loc, seq_lens, bloc
                             STEP: tl.constexpr, MAX_SPLITS: tl.constexpr, SEQUENCES: tl.constexpr,
                             BLOCK_SIZE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
                             BLOCK_M: tl.constexpr, TILE: tl.constexpr):
+    """Both launches, by DECODE. A program takes pieces of work (a split of a decode, a tile of a chunk) until none is
+    left: finds whose it is, loads its rows, walks its keys, stores the result or the split's share of it."""
     BLOCK_Q: tl.constexpr = 1 if DECODE else BLOCK_M // G
     kv_head, i = tl.program_id(1), tl.arange(0, SEQUENCES)                               # scalar, [SEQUENCES]
     # 1) What is there to do?  The splits of all decodes in a row, or the tiles of all chunks; the others have none.
@@ -329,8 +331,8 @@ def paged_attention_triton(q, k_cache, v_cache, query_start_loc, seq_lens, block
         parts = scratch if scratch is not None else out.new_empty(n * H * most_splits * (d + 2), dtype=torch.float32)
         for decode in (True, False)[:1 + (T != S)]:    # every sequence has a row at least: T = S says, decodes only
             (BLOCK_M, TILE, warps, stages), programs = choose_tile(decode, d, G, k_cache.element_size(), card)
-            pieces = min(n * most_splits, -(-card[0] * programs // Hkv)) if decode else T // (BLOCK_M // G) + n
-            _paged_attention_kernel[pieces, Hkv](
+            programs_x = min(n * most_splits, -(-card[0] * programs // Hkv)) if decode else T // (BLOCK_M // G) + n
+            _paged_attention_kernel[programs_x, Hkv](
                 q, k_cache, v_cache, starts, lens, tables, out, parts, scale * LOG2_E, n, H, most_splits, *q.stride(),
                 *k_cache.stride(), *tables.stride(), DECODE=decode, SEQUENCES=SEQUENCES, BLOCK_SIZE=block_size, G=G,
                 BLOCK_M=BLOCK_M, TILE=TILE, num_warps=warps, num_stages=stages, **sizes)

@@ -84,7 +84,7 @@ class LLMEngine:
         with cpu_threads(self._threads):
             self.executor = make_executor(folder, dtype, device, args.attention_backend, args.tensor_parallel_size,
                                           args.enforce_eager)
-            if num_blocks is None:   # on a GPU: what the weights leave of the share that was asked for
+            if num_blocks is None:   # a GPU: the share asked for, less the weights; the rest is for activations
                 free, total = torch.cuda.mem_get_info()
                 num_blocks = int(args.gpu_memory_utilization * total - (total - free)) // block_bytes
                 self.scheduler = self._make_scheduler(num_blocks)

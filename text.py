@@ -147,6 +147,8 @@ class DecodeStream:
     where a text begins). So the text of a token is the difference of two decodes, over a window that begins with the
     tokens of the last piece of text, or of the prompt. Example: 世 is the bytes E4 B8 96 in three tokens; after the
     first and second the decode ends in one U+FFFD or two: they are held, as up to three may still become a character.
+    window: tokens that are decoded together; prefix: what of their text has been given; fresh: the first of them that
+    has not given all of its own; held: the U+FFFDs at the end, not given yet, each the byte of one token.
     vLLM: v1/engine/detokenizer.py:168 FastIncrementalDetokenizer (there in Rust)
     """
 
