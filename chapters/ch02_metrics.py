@@ -60,7 +60,7 @@ from workloads import SampleRequest, arrival_times, random_requests  # noqa: E40
 
 # %% The server
 BIG, PROMPT = Ledger(), SYSTEM + QUESTION                           # Llama-3-70B, 8 H100s, FP16
-RUNS = 60                                                           # so many of its runs take as long as the chapter
+RUNS = 78                                                           # so many of its runs take as long as the chapter
 SERVER = Server(BIG, SLO, PRICE, REQUESTS)                          # under load, in virtual time
 
 

@@ -11,6 +11,7 @@ SLO), kv_use (mean share of the pool), kv_peak (blocks), recomputed (tokens comp
 """
 from __future__ import annotations
 
+import gc
 import math
 import pathlib
 import sys
@@ -47,7 +48,9 @@ class Server:
         options: of SchedulerConfig, before these defaults."""
         config = SchedulerConfig(**{"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 16384,
                                     **options})
+        gc.disable()        # a pool of 90,000 blocks is made, none of them garbage: four times as fast without a search
         engine = SimulatedEngine(self.ledger, config, num_kv_blocks, enable_prefix_caching=False, keep_records=False)
+        gc.enable()
         outputs, seconds = bench.run(engine, requests, times, max_concurrency, progress=progress and progress(engine))
         figures, work = summarize(outputs, seconds, self.slo, (50, 95, 99), max_concurrency), Work(*engine.work)
         add_efficiency(figures, self.ledger.model_flops(work), self.ledger.model_bytes(work, engine.num_steps),
