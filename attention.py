@@ -116,7 +116,7 @@ def dense_attention_triton(q, k, v, scale):
 
 # A split has 64 keys, and more of them (in steps of 32) only where there would be over 128 splits. So of 132
 # multiprocessors eight sequences with one KV head (70B at TP 8) busy all from 1,025 keys
-# on, one alone 128 of them from 8,129 on.
+# on, one alone 86 to 128 of them from 8,129 on.
 SPLIT_STEP, MAX_SPLITS = 32, 128
 # A split leaves d + 2 fp32 numbers a head; SCRATCH has room for 256 sequences of 8 heads of 128: 130 MiB. A batch that
 # needs more takes several passes, also one of more than SEQUENCES: so many does a program look at to find its work.

@@ -108,8 +108,8 @@ def _checked(messages):
 
 def _plain_message(message, loops, asks):
     """A message with its content as the template takes it: as parts where it loops over them (a plain string, too,
-    unless it asks what it has got), else as one string, parts joined by newlines. What is None is absent, a tool call's
-    arguments are an object, and reasoning is found under either name."""
+    unless it asks what it has got), else as one string, parts joined by newlines. What is None is absent (content:
+    empty), a tool call's arguments are an object, and reasoning is found as thinking and as reasoning_content."""
     message = {key: value for key, value in message.items() if value is not None}
     content = message.get("content", "")
     if isinstance(content, list) or loops and not asks:

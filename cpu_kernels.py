@@ -6,7 +6,8 @@ Promises  the operations of kernels.TORCH for fp32 and bf16, by the machine's ow
 Left out  fp16: the twins run it. Windows.
 Order     1 build: from source to library.  2 backend: the operations.
 
-The folder is $NANO_SERVE_CACHE, or nano-serve in $XDG_CACHE_HOME or ~/.cache; the compiler is $CC, gcc on Linux, or cc.
+The folder is $NANO_SERVE_CACHE, or nano-serve in $XDG_CACHE_HOME or ~/.cache; the compiler is $CC, or
+the first of gcc, cc and clang.
 """
 import ctypes
 import functools
@@ -43,8 +44,8 @@ FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-sig
 
 
 def compiler():
-    """The C compiler's path, and what $CC gives it to begin with ("ccache gcc", "gcc -m64"). gcc before cc: its OpenMP is
-    the one that PyTorch brings along, so both share one set of threads, where clang's would start a second one."""
+    """The C compiler's path, and what $CC gives it to begin with ("ccache gcc", "gcc -m64"). gcc before cc: its OpenMP
+    is the one that PyTorch brings along, so both share one set of threads, where clang's would start a second one."""
     given = os.environ.get("CC", "").strip()
     try:                                         # one path with blanks in it, or a command with arguments
         commands = [[given] if shutil.which(given) else shlex.split(given)] if given else [["gcc"], ["cc"], ["clang"]]
@@ -112,7 +113,7 @@ def build(dtype, head_size, G, anew=False):
                         raise
             os.replace(f"{folder}/library.so", path)
     except OSError as error:
-        raise NotAvailable(f"{path.parent}, set by NANO_SERVE_CACHE, can't be written: {error.strerror}") from error
+        raise NotAvailable(f"{path.parent} can't be written: {error.strerror} (NANO_SERVE_CACHE names another folder)") from error
     return path
 
 

@@ -71,7 +71,7 @@ class EngineArgs:
 
     @classmethod
     def add_cli_args(cls, parser):
-        """Add each option to an argparse parser or group of one; returns it. What is wrong with a value is said by
+        """Add each option to an argparse parser or group of one; returns it. What is wrong with a number is said by
         `check`, in the same words as to a caller in Python. vLLM: engine/arg_utils.py EngineArgs.add_cli_args"""
         for f in dataclasses.fields(cls):
             names = [flag(f.name)] + ([f.metadata["short"]] if f.metadata["short"] else [])

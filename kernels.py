@@ -1,4 +1,4 @@
-"""How it is computed (chapter 6): every operation of the forward pass that is not a matrix product.
+"""How it is computed (chapter 6): every operation of a layer that is not one of its four projections.
 
 Mirrors   vLLM: v1/attention/ops/triton_unified_attention.py:802 unified_attention
           vLLM: v1/attention/ops/triton_reshape_and_cache_flash.py:363 triton_reshape_and_cache_flash

@@ -111,7 +111,7 @@ class LLMEngine:
             a.scheduling_policy, a.long_prefill_token_threshold, max_num_waiting=a.max_num_waiting), manager)
 
     def add_request(self, request_id, prompt, params=None, arrival_time=None, priority=0):
-        """prompt: as for InputProcessor.tokenize; params: a SamplingParams, by default the model's own; arrival_time in
+        """prompt: as for InputProcessor.tokenize; params: a SamplingParams; arrival_time in
         seconds on `clock`. With params.n > 1 the outputs of n requests come back under this id, told apart by index.
         Raises RequestRefused (a ValueError) for this request alone, before anything of it is kept.
         vLLM: v1/engine/llm_engine.py:218 LLMEngine.add_request"""
@@ -135,7 +135,7 @@ class LLMEngine:
     @interrupts_wait()
     def abort_request(self, request_id):
         """End a request, all n of it, wherever it is  →  outputs with what it has; [] for unknown and finished ids.
-        From another thread, or from a destructor in the middle of a step, too: the step is run to its end first."""
+        From another thread, or from a destructor in the middle of a step, too: after it, with [] and no outputs."""
         if self._in_step:
             self._aborts.append(request_id)
             return []

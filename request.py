@@ -216,8 +216,8 @@ class SamplingParams:
         if not possible:
             raise RequestRefused("allowed_token_ids and bad_words leave no token that could come")
         if self.min_tokens and not possible - set(self.stop_token_ids) - set(() if self.ignore_eos else eos_token_ids):
-            raise RequestRefused(f"min_tokens = {show(self.min_tokens, 40)} holds back every stop token and end of sequence,"
-                                 " and stop_token_ids, allowed_token_ids and bad_words leave no other token that could come")
+            raise RequestRefused(f"min_tokens = {show(self.min_tokens, 40)} holds back every stop token and end of "
+                                 "sequence, and stop_token_ids, allowed_token_ids and bad_words leave no other token")
 
 
 def _checked(name, kind, value, low, high):

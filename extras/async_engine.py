@@ -4,12 +4,12 @@ Mirrors   vLLM: v1/engine/async_llm.py:72 AsyncLLM, v1/engine/output_processor.p
 Promises  a caller that leaves, or is cancelled, frees its blocks within a step. A caller that reads slowly costs one
           slot and delays nobody. A step that fails reaches everybody who waits, with what was generated so far.
 Leaves out a process of its own for the engine (vLLM's EngineCore behind ZMQ): here the callers' Python and the engine's
-          take turns in one interpreter, and only the operators of PyTorch run beside it.
+          take turns in one interpreter, and only PyTorch's operators and the C kernels run beside it.
 Order     1 Slot: where the outputs of one request wait.  2 AsyncLLMEngine.
 
-What crosses between the threads are two things: an *inbox* of commands to the engine's thread, which alone touches the
-engine, and a *slot* a request, which holds one output. An output tells all so far, so a newer one replaces an older one
-that nobody has read; only what each of them added to the text is joined.
+What crosses between the threads: an *inbox* of commands to the engine's thread, which alone touches the engine, a
+*slot* a request, which holds one output for each of its answers, and the futures of add() and call(). An output tells
+all so far, so a newer one replaces an older one that nobody has read; only what each added to the text is joined.
 
     async with AsyncLLMEngine.from_engine_args(EngineArgs()) as engine:
         async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=40), "request 1"):
