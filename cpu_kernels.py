@@ -113,7 +113,8 @@ def build(dtype, head_size, G, anew=False):
                         raise
             os.replace(f"{folder}/library.so", path)
     except OSError as error:
-        raise NotAvailable(f"{path.parent} can't be written: {error.strerror} (NANO_SERVE_CACHE names another folder)") from error
+        raise NotAvailable(f"{path.parent} can't be written: {error.strerror} "
+                           "(NANO_SERVE_CACHE names another folder)") from error
     return path
 
 

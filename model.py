@@ -119,7 +119,7 @@ class Llama(nn.Module):
             x = ops.paged_attention(q, k_cache, v_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables,
                                     self.config.head_dim ** -0.5).flatten(1)         # [T, H * d]
             if layer is self.layers[-1]:
-                # From here on no token looks at another, and of 2,000 tokens of a chunk at most one makes logits, as a rule.
+                # From here on no token looks at another, and of a chunk of 2,000 tokens one makes logits, as a rule.
                 x, residual = x[batch.logits_indices], residual[batch.logits_indices]        # T is S' from here on
             x = self.row_parallel(layer.o_proj, x)                                   # [T, D]
             x, residual = ops.rms_norm(x, layer.post_attention_layernorm.weight, eps, residual)
