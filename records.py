@@ -27,9 +27,9 @@ class StepRecord:
     """All that a step did, in plain values. Tables, pictures and traces draw on it alone.
 
     `time` (start) and `duration` (from planning to the outputs) in seconds on the engine's clock; `budget` and `used`
-    tokens; `running` and `waiting` requests and `free_blocks` as schedule() left them; `total_blocks` without the
-    null block. Example, step 1 of scheduler.py's opening, A 8→10 and B 0→3 of a budget of 8: budget 8, used 5, running 2,
-    waiting 0, requests of computed 8 and 0, scheduled 2 and 3, each with a token sampled.
+    in tokens; `running` and `waiting` (the preempted among them) requests and `free_blocks` as schedule() left them;
+    `total_blocks` without the null block. Example, step 1 of scheduler.py's opening, A 8→10 and B 0→3 of a budget of 8:
+    budget 8, used 5, running 2, waiting 0, requests of computed 8 and 0, scheduled 2 and 3, each with a token sampled.
     """
 
     step: int
